@@ -1,0 +1,108 @@
+"""The cache of a whole model: one entry a layer, whatever that layer remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+
+class KVCache(Sequence[Any]):
+    """State of all layers.
+
+    An entry is either the state object of one of this package's layers, which its layer extends in place, or a pair
+    of tensors (key, value) ``[B, heads, S, D]`` as a foreign model returns them.
+
+    Args:
+        layers: one entry a layer.
+    """
+
+    def __init__(self, layers: Sequence[Any] = ()) -> None:
+        self._layers = list(layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._layers[index]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._layers)
+
+    @property
+    def past_key_values(self) -> list[Any]:
+        """The entries as a plain list."""
+        return list(self._layers)
+
+    @property
+    def length(self) -> int:
+        """Tokens that each row holds, pads included."""
+        if not self._layers:
+            return 0
+        first = self._layers[0]
+        return first[0].shape[2] if isinstance(first, tuple | list) else first.length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(
+            sum(t.size * t.itemsize for t in entry) if isinstance(entry, tuple | list) else entry.nbytes
+            for entry in self._layers
+        )
+
+    def update(self, past_key_values: Sequence[Any]) -> None:
+        """Replaces the entries by what the model returned for all tokens so far.
+
+        Raises:
+            ValueError: another number of layers than before.
+        """
+        if self._layers and len(past_key_values) != len(self._layers):
+            raise ValueError(f"the model returned {len(past_key_values)} cache entries, {len(self._layers)} before")
+        self._layers = list(past_key_values)
+
+    def merge(self, past_key_values: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Appends keys and values of new tokens, pairs ``[B, heads, S, D]``, along the sequence."""
+        if not self._layers:
+            self._layers = [tuple(pair) for pair in past_key_values]
+            return
+        merged: list[Any] = []
+        for entry, (key, value) in zip(self._layers, past_key_values, strict=True):
+            if isinstance(entry, tuple | list):
+                merged.append((ops.cat((entry[0], key), 2), ops.cat((entry[1], value), 2)))
+            else:
+                entry.update(key, value)
+                merged.append(entry)
+        self._layers = merged
+
+    def reorder(self, rows: np.ndarray) -> None:
+        """Makes row ``i`` of every entry a copy of what was row ``rows[i]``."""
+        for index, entry in enumerate(self._layers):
+            if isinstance(entry, tuple | list):
+                self._layers[index] = tuple(ops.gather(t, Tensor(rows.astype(np.int32)), 0) for t in entry)
+            else:
+                entry.reorder(rows)
+
+    def crop(self, length: int) -> None:
+        """Forgets all tokens from ``length`` on."""
+        for index, entry in enumerate(self._layers):
+            if isinstance(entry, tuple | list):
+                self._layers[index] = tuple(mint.narrow(t, 2, 0, min(length, t.shape[2])) for t in entry)
+            else:
+                entry.crop(length)
+
+    def detach(self) -> KVCache:
+        """Cuts pairs of tensors off the gradient graph; state objects never are on it."""
+        self._layers = [
+            tuple(ops.stop_gradient(t) for t in entry) if isinstance(entry, tuple | list) else entry
+            for entry in self._layers
+        ]
+        return self
+
+    def clear(self) -> None:
+        """Frees everything."""
+        for entry in self._layers:
+            if not isinstance(entry, tuple | list):
+                entry.clear()
+        self._layers = []

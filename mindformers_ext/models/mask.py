@@ -1,0 +1,42 @@
+"""The additive attention bias of one forward."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Added to the score of a key that must not be seen. Finite, so that a row without any visible key (a pad's own
+# row) gives finite numbers instead of nan; its exponential is exactly 0 beside any visible key.
+MASKED = np.finfo(np.float32).min
+
+
+def attention_bias(mask: np.ndarray | None, length: int, past: int, slots: int) -> np.ndarray:
+    """Builds the bias of a causal forward over new and cached tokens.
+
+    Args:
+        mask: None for a batch without pads; ``[B, past + S]`` with 1 for a real token and 0 for a pad; or
+            additive float32 ``[B or 1, 1, S, past + S]``, used as it is.
+        length: new tokens S.
+        past: tokens in the cache before them.
+        slots: width T of the key buffer; slots from ``past + S`` on are masked.
+
+    Returns:
+        float32 ``[B or 1, 1, S, T]``: 0 or `MASKED`, or the given additive values.
+
+    Raises:
+        ValueError: the mask has another shape.
+    """
+    total = past + length
+    if mask is not None and (mask.ndim not in (2, 4) or mask.shape[-1] != total):
+        raise ValueError(f"attention_mask of shape {mask.shape} does not cover {past} cached and {length} new tokens")
+    if mask is not None and mask.ndim == 4:
+        if slots == total:
+            return mask
+        bias = np.full((*mask.shape[:3], slots), MASKED, np.float32)
+        bias[..., :total] = mask
+        return bias
+    visible = (np.arange(slots) <= past + np.arange(length)[:, None])[None]
+    if mask is not None:
+        real = np.zeros((len(mask), slots), bool)
+        real[:, :total] = mask != 0
+        visible = visible & real[:, None]
+    return np.where(visible, np.float32(0), MASKED)[:, None]
