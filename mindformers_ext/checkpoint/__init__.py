@@ -1,0 +1,34 @@
+"""Checkpoints on disk: HuggingFace and MindFormers folders, read, checked and written. Never imports mindspore."""
+
+from mindformers_ext.checkpoint.errors import CheckpointError
+from mindformers_ext.checkpoint.huggingface import save_hf_checkpoint, write_model_files
+from mindformers_ext.checkpoint.load import (
+    CheckReport,
+    LoadReport,
+    WeightReader,
+    check_weights,
+    load_weights,
+    open_weights,
+)
+from mindformers_ext.checkpoint.locate import Location, locate_checkpoint, model_files_folder
+from mindformers_ext.checkpoint.resume import TensorReader, TrainingState, load_training_state
+from mindformers_ext.checkpoint.save import save_checkpoint
+
+__all__ = [
+    "CheckReport",
+    "CheckpointError",
+    "LoadReport",
+    "Location",
+    "TensorReader",
+    "TrainingState",
+    "WeightReader",
+    "check_weights",
+    "load_training_state",
+    "load_weights",
+    "locate_checkpoint",
+    "model_files_folder",
+    "open_weights",
+    "save_checkpoint",
+    "save_hf_checkpoint",
+    "write_model_files",
+]

@@ -1,0 +1,141 @@
+"""Save training checkpoints in the folder format of MindSpore Transformers, safe against interruption."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindformers_ext.checkpoint.files import (
+    json_text,
+    publish_folder,
+    read_json_object,
+    remove_folder,
+    replace_file,
+    write_synced,
+)
+from mindformers_ext.checkpoint.locate import TRACKER, iteration_name, rank_file_name
+from mindformers_ext.checkpoint.tensor_writer import TensorSpec, write_tensors
+
+logger = logging.getLogger(__name__)
+
+COMMON_FILE = "common.json"
+EXTRA_FILE = "trainer_state.json"
+# MindSpore Transformers builds its record from exactly these keys and refuses any other.
+COMMON_KEYS = (
+    "epoch_num",
+    "step_num",
+    "global_step",
+    "loss_scale",
+    "global_batch_size",
+    "consumed_samples",
+    "ckpt_status",
+)
+
+
+def save_checkpoint(
+    save_path: str | os.PathLike[str],
+    step: int,
+    model_tensors: Mapping[str, np.ndarray],
+    optimizer_tensors: Mapping[str, np.ndarray] | None,
+    common: Mapping[str, Any],
+    *,
+    prefix: str | None = "checkpoint",
+    save_max: int = 5,
+    written: list[Path] | None = None,
+) -> Path:
+    """Saves one training step as ``<save_path>/iteration_<step>`` and points the tracker file to it.
+
+    The folder is written under a temporary name, synced and renamed, and the tracker follows last: an interruption at
+    any moment leaves the previous checkpoint and tracker as they were.
+
+    Args:
+        save_path: root folder; made when missing.
+        step: training step, 0 or more.
+        model_tensors: parameter name -> values. A lazy mapping is read one tensor at a time, each one twice.
+        optimizer_tensors: the optimizer's state, or None to leave it out.
+        common: JSON values. MindSpore Transformers' own keys go to common.json, all others to trainer_state.json.
+        prefix: start of the file names.
+        save_max: how many of the run's own checkpoints are kept.
+        written: iteration folders that this run wrote, oldest first. The new one is appended, and the oldest are
+            deleted and taken off; nothing else on the disk is ever deleted. None keeps everything.
+
+    Returns:
+        The iteration folder.
+
+    Raises:
+        ValueError: for a bad step, prefix, save_max, or values that cannot be stored.
+        OSError: if writing fails; the temporary folder is removed.
+    """
+    if step < 0:
+        raise ValueError(f"the step of a checkpoint must be 0 or more, not {step}")
+    if save_max < 1:
+        raise ValueError(f"checkpoint.save_max must be 1 or more, not {save_max}")
+    if prefix and (os.sep in prefix or prefix.startswith(".")):
+        raise ValueError(f"checkpoint.prefix must be the start of a file name, not {prefix!r}")
+    root = Path(save_path)
+    root.mkdir(parents=True, exist_ok=True)
+    final = root / iteration_name(step)
+    temporary = root / f".{final.name}.partial"
+    if temporary.exists():  # left by a run that was killed while it saved this step
+        shutil.rmtree(temporary)
+    temporary.mkdir()
+    if final.exists():
+        logger.warning("the checkpoint %s exists and will be replaced", final)
+    try:
+        _write_folder(temporary, prefix, model_tensors, optimizer_tensors, common)
+        publish_folder(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    replace_file(root / TRACKER, str(step).encode())
+    if written is not None:
+        _prune(final, save_max, written)
+    return final
+
+
+def _write_folder(
+    folder: Path,
+    prefix: str | None,
+    model_tensors: Mapping[str, np.ndarray],
+    optimizer_tensors: Mapping[str, np.ndarray] | None,
+    common: Mapping[str, Any],
+) -> None:
+    known = {key: common.get(key) for key in COMMON_KEYS}
+    extra = {key: value for key, value in common.items() if key not in COMMON_KEYS}
+    write_synced(folder / COMMON_FILE, json_text(known, COMMON_FILE).encode())
+    if extra:
+        write_synced(folder / EXTRA_FILE, json_text(extra, EXTRA_FILE).encode())
+    for kind, tensors in (("model", model_tensors), ("opt", optimizer_tensors)):
+        if tensors is not None:
+            specs = [TensorSpec(name, array.dtype.name, array.shape) for name, array in tensors.items()]
+            write_tensors(folder / rank_file_name(kind, prefix), specs, tensors.__getitem__, {"format": "ms"})
+
+
+def _prune(newest: Path, save_max: int, written: list[Path]) -> None:
+    if newest in written:
+        written.remove(newest)
+    written.append(newest)
+    while len(written) > save_max:
+        oldest = written.pop(0)
+        try:
+            remove_folder(oldest)
+        except OSError as error:
+            logger.warning("could not delete the old checkpoint %s: %s", oldest, error)
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """Reads what `save_checkpoint` was given as ``common``; keys that were left out are None.
+
+    Raises:
+        CheckpointError: if common.json is missing or unreadable.
+    """
+    common = read_json_object(folder / COMMON_FILE)
+    if (folder / EXTRA_FILE).exists():
+        common.update(read_json_object(folder / EXTRA_FILE))
+    return common

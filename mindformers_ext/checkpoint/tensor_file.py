@@ -1,0 +1,199 @@
+"""One safetensors file: a checked header, and tensors read one at a time through the memory map.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header, data).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mindformers_ext.checkpoint.errors import CheckpointError, listed
+from mindformers_ext.checkpoint.files import parse_json_object
+
+# BF16 has no numpy type of its own: its bits are read as uint16.
+_STORED_TYPES = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "U64": "<u8",
+    "I32": "<i4",
+    "U32": "<u4",
+    "I16": "<i2",
+    "U16": "<u2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "?",
+}
+WEIGHT_DTYPES = ("F32", "F16", "BF16")
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+
+_FOREIGN_STARTS = (
+    (b"version https://git-lfs", "is a Git LFS pointer, not the weights: fetch them with `git lfs pull`"),
+    (b"\x80", "is a pickle file under a safetensors name; only safetensors is read"),
+    (b"PK\x03\x04", "is a zip archive (a PyTorch pickle file?); only safetensors is read"),
+    (b"<", "is a web page, not weights: the download failed"),
+)
+
+
+def widen_bfloat16(bits: np.ndarray) -> np.ndarray:
+    """Turns bfloat16 bits (uint16, any shape) into the float32 array of the same values, exactly."""
+    values = np.empty(bits.shape, np.float32)
+    np.left_shift(bits, np.uint32(16), out=values.view(np.uint32), dtype=np.uint32)
+    return values
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor inside a safetensors file.
+
+    Attributes:
+        name: its name in the file.
+        dtype: safetensors' name of its type, e.g. ``BF16``.
+        shape: its shape.
+        start: position of its first byte in the file.
+        nbytes: length in bytes.
+        file: the file that holds it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+    file: TensorFile = field(repr=False)
+
+    @property
+    def where(self) -> str:
+        """Name of the tensor and of its file, for messages."""
+        return f"{self.name} in {self.file.label}"
+
+    def map(self) -> np.ndarray:
+        """Returns the tensor as a read-only array over the file, BF16 as its bits (uint16).
+
+        The mapping covers this tensor only and ends with the array.
+
+        Raises:
+            CheckpointError: if numpy has no such type, or the file became shorter since it was opened.
+        """
+        stored = _STORED_TYPES.get(self.dtype)
+        if stored is None:
+            raise CheckpointError(f"{self.where} has type {self.dtype}, which is not supported")
+        if not self.nbytes:
+            return np.empty(self.shape, stored)
+        offset = self.start % mmap.ALLOCATIONGRANULARITY
+        try:
+            mapped = mmap.mmap(
+                self.file.descriptor, offset + self.nbytes, access=mmap.ACCESS_READ, offset=self.start - offset
+            )
+        except ValueError as error:
+            raise CheckpointError(f"{self.file.path} became shorter while {self.name} was read") from error
+        if hasattr(mmap, "MADV_WILLNEED"):
+            mapped.madvise(mmap.MADV_WILLNEED)
+        return np.frombuffer(mapped, stored, count=self.nbytes // np.dtype(stored).itemsize, offset=offset).reshape(
+            self.shape
+        )
+
+    def float32(self) -> np.ndarray:
+        """Returns the values as float32: read-only over the file for F32, a new array for F16 and BF16.
+
+        Raises:
+            CheckpointError: if the tensor has another type.
+        """
+        if self.dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(f"{self.where} has type {self.dtype}; a weight is one of {', '.join(WEIGHT_DTYPES)}")
+        if self.dtype == "BF16":
+            return widen_bfloat16(self.map())
+        return self.map().astype(np.float32, copy=False)
+
+    def read(self) -> np.ndarray:
+        """Returns a new array of the stored type; BF16 becomes float32."""
+        return widen_bfloat16(self.map()) if self.dtype == "BF16" else np.array(self.map(), order="C")
+
+
+class TensorFile:
+    """An open safetensors file whose header was checked; `tensors` lists what it holds.
+
+    Raises:
+        CheckpointError: on opening, if the file is missing, empty, truncated or not safetensors.
+    """
+
+    def __init__(self, path: Path, label: str | None = None) -> None:
+        self.path = path
+        self.label = label or path.name
+        if not path.is_file():
+            kind = "a link to nothing" if path.is_symlink() else "not a regular file" if path.exists() else "missing"
+            raise CheckpointError(f"{path} is {kind}")
+        self.descriptor = os.open(path, os.O_RDONLY)
+        try:
+            self.tensors = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self) -> dict[str, StoredTensor]:
+        size = os.fstat(self.descriptor).st_size
+        start = os.pread(self.descriptor, 32, 0)
+        self._check_start(size, start)
+        header_size = int.from_bytes(start[:8], "little")
+        try:
+            with safe_open(str(self.path), framework="np"):  # checks types, offsets, overlaps and the total length
+                pass
+        except SafetensorError as error:
+            raise CheckpointError(self._diagnose(size, header_size, error)) from error
+        header = parse_json_object(os.pread(self.descriptor, header_size, 8), f"the header of {self.path}")
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            start_byte = 8 + header_size + first
+            tensors[name] = StoredTensor(name, entry["dtype"], tuple(entry["shape"]), start_byte, last - first, self)
+        return tensors
+
+    def _check_start(self, size: int, start: bytes) -> None:
+        if size == 0:
+            raise CheckpointError(f"{self.path} is empty (0 bytes)")
+        for mark, meaning in _FOREIGN_STARTS:
+            # The header of a safetensors file opens with "{" at byte 8; its length may look like any of the marks.
+            if start.startswith(mark) and start[8:9] != b"{":
+                raise CheckpointError(f"{self.path} {meaning}")
+        if size < 10 or start[8:9] != b"{":
+            raise CheckpointError(f"{self.path} is not a safetensors file ({size} bytes without a safetensors header)")
+
+    def _diagnose(self, size: int, header_size: int, error: Exception) -> str:
+        if size < 8 + header_size:
+            return f"{self.path} is truncated or not safetensors: its header ends at byte {8 + header_size} of {size}"
+        if header_size > MAX_HEADER_BYTES:
+            return f"{self.path} is not a safetensors file: {error}"
+        try:
+            header = parse_json_object(os.pread(self.descriptor, header_size, 8), str(self.path))
+            header.pop("__metadata__", None)
+            wanted = 8 + header_size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            lost = [name for name, entry in header.items() if 8 + header_size + entry["data_offsets"][1] > size]
+        except (CheckpointError, LookupError, TypeError, AttributeError):
+            return f"{self.path} is damaged: {error}"
+        if lost:
+            return f"{self.path} is truncated: it has {size} of {wanted} bytes, which cuts {listed(lost)}"
+        return f"{self.path} is damaged: {error}"
+
+    def close(self) -> None:
+        """Closes the file; arrays that were mapped from it stay valid."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,166 @@
+"""A model of three parameters kinds (plain, fused qkv, interleaved gate/up), its weights, and files made by hand."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mindformers_ext.models.weights import WeightLayout, WeightMapping
+
+HIDDEN, VOCAB, FFN = 4, 6, 5
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+QKV = tuple(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
+GATE_UP = ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight")
+HEAD = "lm_head.weight"
+
+
+def _first(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0]
+
+
+def _plain(name: str, source: str, shape: tuple[int, ...]) -> WeightMapping:
+    return WeightMapping(name, shape, (source,), (shape,), _first, lambda array: [array])
+
+
+def _interleave(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.stack(arrays, axis=1).reshape(2 * len(arrays[0]), -1)
+
+
+def make_layout(tied: bool = False) -> WeightLayout:
+    qkv_shapes = ((HIDDEN, HIDDEN), (2, HIDDEN), (2, HIDDEN))
+    mappings = [
+        _plain("embedding.word_embeddings.weight", EMBEDDING, (VOCAB, HIDDEN)),
+        WeightMapping(
+            "decoder.layers.0.self_attention.linear_qkv.weight",
+            (HIDDEN + 4, HIDDEN),
+            QKV,
+            qkv_shapes,
+            np.concatenate,
+            lambda array: np.split(array, [HIDDEN, HIDDEN + 2]),
+        ),
+        WeightMapping(
+            "decoder.layers.0.mlp.linear_fc1.weight",
+            (2 * FFN, HIDDEN),
+            GATE_UP,
+            ((FFN, HIDDEN), (FFN, HIDDEN)),
+            _interleave,
+            lambda array: [array[0::2], array[1::2]],
+        ),
+        _plain("decoder.final_layernorm.weight", NORM, (HIDDEN,)),
+    ]
+    if tied:
+        skippable: tuple[tuple[str, str], ...] = ((r"lm_head\.weight", "the head is the embedding"),)
+    else:
+        mappings.append(_plain("output_layer.weight", HEAD, (VOCAB, HIDDEN)))
+        skippable = ((r"model\.layers\.\d+\.rotary_emb\.inv_freq", "computed"),)
+    return WeightLayout(tuple(mappings), skippable)
+
+
+def hf_weights() -> dict[str, np.ndarray]:
+    """Random HuggingFace tensors of the untied model; the values survive bfloat16 and float16 unchanged."""
+    generator = np.random.default_rng(0)
+    shapes = {
+        name: shape
+        for mapping in make_layout().mappings
+        for name, shape in zip(mapping.sources, mapping.source_shapes, strict=True)
+    }
+    return {name: generator.integers(-128, 128, shape).astype(np.float32) / 64 for name, shape in shapes.items()}
+
+
+def parameters(hf: Mapping[str, np.ndarray], layout: WeightLayout) -> dict[str, np.ndarray]:
+    """What a model must hold after loading ``hf``."""
+    return {
+        mapping.name: np.array(mapping.to_parameter([hf[source] for source in mapping.sources]))
+        for mapping in layout.mappings
+    }
+
+
+def to_bytes(array: np.ndarray, dtype: str) -> bytes:
+    """Values in a stored type; bfloat16 by cutting, which is exact for `hf_weights`."""
+    if dtype == "BF16":
+        return (array.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
+    numpy_type = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I32": "<i4", "I8": "i1", "F8_E4M3": "u1"}[dtype]
+    return array.astype(numpy_type).tobytes()
+
+
+def file_bytes(tensors: Mapping[str, np.ndarray], dtype: str | Mapping[str, str] = "F32") -> bytes:
+    """A safetensors file, built here byte by byte and not by the code under test."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, array in tensors.items():
+        stored = dtype if isinstance(dtype, str) else dtype.get(name, "F32")
+        raw = to_bytes(array, stored)
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": stored, "shape": list(array.shape), "data_offsets": offsets}
+        data += raw
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def write_single(folder: Path, tensors: Mapping[str, np.ndarray], dtype: str | Mapping[str, str] = "F32") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "model.safetensors"
+    path.write_bytes(file_bytes(tensors, dtype))
+    return path
+
+
+def shard_name(number: int, total: int = 3) -> str:
+    return f"model-{number:05d}-of-{total:05d}.safetensors"
+
+
+def split(tensors: Mapping[str, np.ndarray], total: int = 3) -> dict[str, dict[str, np.ndarray]]:
+    """Deals tensors out to shards in turn, so that the parts of a fused parameter lie in different files."""
+    shards: dict[str, dict[str, np.ndarray]] = {shard_name(number, total): {} for number in range(1, total + 1)}
+    for position, (name, array) in enumerate(tensors.items()):
+        shards[shard_name(position % total + 1, total)][name] = array
+    return shards
+
+
+def write_sharded(folder: Path, tensors: Mapping[str, np.ndarray], index: bool = True, dtype: str = "F32") -> Path:
+    """Writes three shards; returns the path of the index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = split(tensors)
+    for name, shard in shards.items():
+        (folder / name).write_bytes(file_bytes(shard, dtype))
+    path = folder / "model.safetensors.index.json"
+    if index:
+        write_index(path, {tensor: name for name, shard in shards.items() for tensor in shard})
+    return path
+
+
+def write_index(path: Path, weight_map: Mapping[str, object]) -> None:
+    path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+
+
+def edit_index(path: Path, changes: Mapping[str, object]) -> None:
+    """Changes entries of an index; None removes one."""
+    weight_map = json.loads(path.read_text())["weight_map"]
+    weight_map.update(changes)
+    write_index(path, {name: file for name, file in weight_map.items() if file is not None})
+
+
+def rank_file(kind: str = "model", rank: int = 0, total: int = 1, prefix: str = "checkpoint-") -> str:
+    return f"{prefix}{kind}-{rank:07d}-{total:07d}.safetensors"
+
+
+class Model:
+    """Collects what is assigned."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def assign(self, name: str, array: np.ndarray) -> None:
+        assert name not in self.arrays, f"{name} was assigned twice"
+        self.arrays[name] = array
+
+
+def assert_same(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
