@@ -1,0 +1,82 @@
+"""What a run did, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from mindformers_ext.predict.records import RecordError
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Where the model's time went; prefill reads prompts, decode makes one token after the other."""
+
+    prefill_seconds: float
+    prefill_tokens: int
+    decode_seconds: float
+    decode_tokens: int
+
+
+@dataclass
+class RunSummary:
+    """Counts of one run. `errors` counts by class, `finish_reasons` by the reason why an answer ended.
+
+    Tokens are those of answered records; `wall_seconds` is from the first record read to the last row written.
+    """
+
+    errors: Counter[str] = field(default_factory=Counter)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    wall_seconds: float = 0.0
+
+    @property
+    def num_answers(self) -> int:
+        """How many records have an answer."""
+        return self.finish_reasons.total()
+
+    @property
+    def num_errors(self) -> int:
+        """How many records have an error instead."""
+        return self.errors.total()
+
+    @property
+    def num_records(self) -> int:
+        """How many records the input had."""
+        return self.num_answers + self.num_errors
+
+    def add_answer(self, num_prompt_tokens: int, num_new_tokens: int, finish_reason: str) -> None:
+        """Counts an answered record."""
+        self.finish_reasons[finish_reason] += 1
+        self.prompt_tokens += num_prompt_tokens
+        self.new_tokens += num_new_tokens
+
+    def add_error(self, error: RecordError) -> None:
+        """Counts a record without an answer."""
+        self.errors[error.type] += 1
+
+
+def format_summary(summary: RunSummary, timings: Timings | None = None) -> list[str]:
+    """Returns the closing lines of a run, for the log or the terminal."""
+    lines = [
+        f"records: {summary.num_records}, answered: {summary.num_answers}{_counts(summary.finish_reasons)}, "
+        f"errors: {summary.num_errors}{_counts(summary.errors)}",
+        f"tokens: {summary.prompt_tokens} prompt, {summary.new_tokens} new; wall time: {summary.wall_seconds:.1f} s",
+    ]
+    if timings is not None:
+        lines.append(
+            f"prefill: {_rate(timings.prefill_tokens, timings.prefill_seconds)}, "
+            f"decode: {_rate(timings.decode_tokens, timings.decode_seconds)}"
+        )
+    return lines
+
+
+def _counts(counter: Counter[str]) -> str:
+    parts = ", ".join(f"{name} {count}" for name, count in sorted(counter.items()))
+    return f" ({parts})" if parts else ""
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    rate = f"{tokens / seconds:.1f} tokens/s" if seconds > 0 else "no time measured"
+    return f"{rate} ({tokens} tokens in {seconds:.1f} s)"
