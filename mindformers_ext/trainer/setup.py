@@ -1,0 +1,179 @@
+"""Everything that a training run needs, built from the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspore import Parameter, nn
+
+from mindformers_ext.checkpoint import (
+    load_training_state,
+    load_weights,
+    locate_checkpoint,
+    model_files_folder,
+    save_checkpoint,
+    write_model_files,
+)
+from mindformers_ext.config import TrainConfig
+from mindformers_ext.models import hf_config
+from mindformers_ext.predict import Tokenizer
+from mindformers_ext.runtime import logger
+from mindformers_ext.trainer.callbacks import CallbackHandler, CheckpointCallback, TrainerCallback, build_callbacks
+from mindformers_ext.trainer.dataset import TrainDataset, build_dataset
+from mindformers_ext.trainer.lr_scheduler import Schedule, build_schedule
+from mindformers_ext.trainer.optimizer import AdamW
+from mindformers_ext.trainer.train_state import TrainerState
+
+DEFAULT_SAVE_PATH = "output/checkpoint"
+
+
+@dataclass
+class TrainingRun:
+    """The parts that `train_loop` puts together."""
+
+    dataset: TrainDataset
+    optimizer: AdamW
+    schedule: Schedule
+    callbacks: CallbackHandler
+    state: TrainerState
+
+
+def tokenizer_folder(config: TrainConfig) -> Path | None:
+    """Returns where the training tokenizer lies: ``tokenizer_path``, or beside the weights; None if neither is set."""
+    path = config.train_dataset.dataloader.tokenizer_path
+    if path is not None:
+        return Path(path)
+    return model_files_folder(config.checkpoint.load_path) if config.checkpoint.load_path else None
+
+
+def training_tokenizer(config: TrainConfig) -> Tokenizer | None:
+    """Reads the training tokenizer; None where the dataset comes from the caller and no tokenizer is configured.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or no tokenizer in it.
+        ValueError: its files are damaged.
+    """
+    folder = tokenizer_folder(config)
+    return None if folder is None else Tokenizer.from_folder(folder)
+
+
+def build_training_run(
+    config: TrainConfig,
+    model: nn.Cell,
+    tokenizer: Tokenizer | None,
+    has_weights: bool,
+    dataset: TrainDataset | None,
+    optimizer: AdamW | None,
+    schedule: Schedule | None,
+    callbacks: list[TrainerCallback],
+) -> TrainingRun:
+    """Builds what the caller did not bring, and goes to the position of the checkpoint to continue from.
+
+    Args:
+        config: the whole configuration.
+        model: gets its weights here.
+        tokenizer: for the dataset of the configuration.
+        has_weights: the model has weights already and keeps them where there is nothing to load.
+        dataset: or None for that of the configuration.
+        optimizer: or None for that of the configuration.
+        schedule: or None for that of the configuration.
+        callbacks: called after those of the configuration.
+
+    Raises:
+        ValueError: a mistake in the configuration, the data or the checkpoint.
+        FileNotFoundError: a file of the configuration does not exist.
+    """
+    if dataset is None:
+        dataset = _build_dataset(config, model, tokenizer)
+    if schedule is None:
+        scheduler = config.lr_scheduler
+        options = {name: getattr(scheduler, name) for name in scheduler.to_dict() if name not in scheduler.extra}
+        schedule = build_schedule(options, config.training.steps)
+    if not has_weights and not config.checkpoint.load_path:
+        model.init_weights(config.training.seed)
+    elif config.checkpoint.load_path:
+        report = load_weights(config.checkpoint.load_path, model.weight_layout(), model.set_weight)
+        logger.info("weights: %s", report.summary())
+    if optimizer is None:
+        section = config.optimizer
+        optimizer = AdamW(
+            model.trainable_params(),
+            section.betas,
+            section.eps,
+            section.weight_decay,
+            section.weight_decay_include,
+            section.weight_decay_exclude,
+        )
+    state = _resume(config, optimizer)
+    handlers = build_callbacks([{"type": entry.type, **entry.extra} for entry in config.callbacks])
+    if config.checkpoint.enable_save:
+        handlers.append(_checkpoint_callback(config, model, optimizer))
+    handler = CallbackHandler(
+        [*handlers, *callbacks], model=model, optimizer=optimizer, lr_scheduler=schedule, train_dataset=dataset
+    )
+    return TrainingRun(dataset, optimizer, schedule, handler, state)
+
+
+def _build_dataset(config: TrainConfig, model: nn.Cell, tokenizer: Tokenizer | None) -> TrainDataset:
+    loader = config.train_dataset.dataloader
+    if tokenizer is None or loader.path is None or loader.type is None:
+        raise ValueError("train_dataset.dataloader needs type, path and tokenizer_path")
+    return build_dataset(
+        loader.type,
+        loader.path,
+        tokenizer,
+        loader.seq_length or model.config.seq_length,
+        text_field=loader.text_field,
+        prompt_field=loader.prompt_field,
+        response_field=loader.response_field,
+        packing=loader.packing,
+        shuffle=loader.shuffle,
+        seed=config.training.seed,
+        vocab_size=model.config.vocab_size,
+    )
+
+
+def _resume(config: TrainConfig, optimizer: AdamW) -> TrainerState:
+    """Restores optimizer and progress if the loaded checkpoint is one of training, and that is asked for."""
+    section, steps = config.checkpoint, config.training.steps
+    if not section.load_path or section.no_load_optim or locate_checkpoint(section.load_path).format == "huggingface":
+        return TrainerState(max_steps=steps)
+    with load_training_state(section.load_path) as saved:
+        if saved.optimizer_tensors is None:
+            raise ValueError(
+                f"{saved.folder} was saved without optimizer (no_save_optim); set checkpoint.no_load_optim: true to "
+                "start a new run from its weights"
+            )
+        optimizer.load_state_dict(saved.optimizer_tensors)
+        state = TrainerState.from_common(saved.common, steps)
+        logger.info("continuing after step %d of %s", state.global_step, saved.folder)
+        return state
+
+
+def _checkpoint_callback(config: TrainConfig, model: nn.Cell, optimizer: AdamW) -> CheckpointCallback:
+    section = config.checkpoint
+    save_path = Path(section.save_path or DEFAULT_SAVE_PATH)
+    written: list[Path] = []
+
+    def save(state: TrainerState) -> None:
+        if not written and hasattr(getattr(model, "config", None), "model_type"):
+            write_model_files(save_path, hf_config(model.config), tokenizer_folder(config))
+        folder = save_checkpoint(
+            save_path,
+            state.global_step,
+            {name: _array(parameter) for name, parameter in model.parameters_dict().items()},
+            None if section.no_save_optim else optimizer.state_dict(),
+            state.to_common(),
+            prefix=section.prefix,
+            save_max=section.save_max,
+            written=written,
+        )
+        logger.info("saved %s", folder)
+
+    return CheckpointCallback(save, section.save_interleaved_steps)
+
+
+def _array(parameter: Parameter) -> Any:
+    return parameter.asnumpy()

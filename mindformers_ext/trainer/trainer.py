@@ -1,0 +1,280 @@
+"""The Trainer: one model, one configuration, `train()` and `inference()`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mindspore import nn
+
+from mindformers_ext.checkpoint import check_weights, load_weights, model_files_folder
+from mindformers_ext.config import InferenceSection, TrainConfig, load_config
+from mindformers_ext.generate import GenerationStats
+from mindformers_ext.parallel import ParallelDims, parallelize_model
+from mindformers_ext.predict import (
+    RunSummary,
+    Timings,
+    Tokenizer,
+    check_output,
+    format_summary,
+    normalize_input,
+    open_writer,
+)
+from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
+from mindformers_ext.trainer.callbacks import TrainerCallback
+from mindformers_ext.trainer.inference import build_inference_tokenizer, generate_from_records, resolve_generation
+from mindformers_ext.trainer.model import CausalLM, resolve_model_config
+from mindformers_ext.trainer.setup import TrainingRun, build_training_run, training_tokenizer
+from mindformers_ext.trainer.train_state import TrainerState
+from mindformers_ext.trainer.training import LossFunction, train_loop
+
+
+class Trainer:
+    """Trains a model or predicts with it, as ``run_mode`` says.
+
+    A training Trainer can call `inference` as well, with the weights of the moment.
+
+    Args:
+        config: path of a YAML, the same content as a mapping, or a loaded `TrainConfig`.
+        model: a model to use instead of the one that the configuration describes.
+        run_mode: ``train`` or ``predict``; wins over the configuration.
+        train_dataset: instead of the one that ``train_dataset`` describes; see `TrainDataset`.
+        eval_dataset: not supported yet.
+        optimizer: instead of the one that ``optimizer`` describes.
+        lr_scheduler: learning rate by number of finished steps, instead of ``lr_scheduler``.
+        callbacks: called after those of ``callbacks``.
+        compute_loss_func: ``(outputs, labels) -> mean loss`` instead of the model's own loss.
+
+    Attributes:
+        config: the whole configuration.
+        is_inference: whether run_mode is ``predict``.
+        model: the model.
+        tokenizer: the tokenizer; None in training on a given dataset without tokenizer.
+        state: progress of training.
+        last_summary: what the latest `inference` did; empty before it.
+
+    Raises:
+        ValueError: a mistake in the configuration, the checkpoint or the tokenizer; nothing slow was done before.
+        FileNotFoundError: a path of the configuration does not exist.
+    """
+
+    def __init__(
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any] | TrainConfig,
+        model: nn.Cell | None = None,
+        run_mode: str | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        compute_loss_func: LossFunction | None = None,
+    ) -> None:
+        setup_logging()
+        if eval_dataset is not None:
+            raise NotImplementedError("eval_dataset is not supported yet; call inference() on a file of prompts")
+        given = {
+            "model": model,
+            "train_dataset": train_dataset,
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+        }
+        self.config = _load(config, run_mode, {name for name, value in given.items() if value is not None})
+        self.is_inference = self.config.run_mode == "predict"
+        self.last_summary = RunSummary()
+        for warning in self.config.warnings:
+            logger.warning(warning)
+
+        self._dims = ParallelDims.from_config(self.config.parallelism, world_size())
+        self._weights_loaded = False
+        training = self.config.training
+        self.tokenizer: Tokenizer | None
+        if self.is_inference:
+            self.tokenizer = build_inference_tokenizer(self.config)
+            _check_files(self.config.inference or InferenceSection())
+        else:
+            self.tokenizer = training_tokenizer(self.config)
+        if model is None:
+            model_config = resolve_model_config(self.config)
+            model = CausalLM(model_config)
+            if self.is_inference:
+                check_weights(self.config.checkpoint.load_path, model.weight_layout())
+        setup_runtime(seed=training.seed, deterministic=training.deterministic)
+        self.model = self._apply_parallelism(model)
+        self.state = TrainerState(max_steps=training.steps)
+        self._run: TrainingRun | None = None
+        if not self.is_inference:
+            self._run = build_training_run(
+                self.config,
+                self.model,
+                self.tokenizer,
+                given["model"] is not None,
+                train_dataset,
+                optimizer,
+                lr_scheduler,
+                callbacks or [],
+            )
+            self.state = self._run.state
+            self._weights_loaded = True
+        self._compute_loss_func = compute_loss_func
+
+    def train(self) -> TrainerState:
+        """Trains up to ``training.steps``; a checkpoint with optimizer in ``checkpoint.load_path`` is continued.
+
+        Returns:
+            The progress, with the log in ``log_history``.
+
+        Raises:
+            RuntimeError: run_mode is ``predict``, or the loss is not finite.
+        """
+        if self._run is None:
+            raise RuntimeError("train() needs run_mode: train; this Trainer was built with run_mode: predict")
+        run = self._run
+        return train_loop(
+            self.model,
+            self.config,
+            run.dataset,
+            run.optimizer,
+            run.schedule,
+            run.callbacks,
+            self.state,
+            self._compute_loss_func,
+        )
+
+    def inference(
+        self,
+        input_data: Any = None,
+        max_new_tokens: int | None = None,
+        output: str | None = None,
+        batch_size: int | None = None,
+        dataset_field: str | None = None,
+    ) -> list[tuple[int, list[int]]]:
+        """Answers prompts and writes one row for each input record, in input order.
+
+        Args:
+            input_data: a prompt, a file (``.jsonl``, ``.json``, or text with a prompt a line), a dict, a list of dicts
+                or of strings; None takes ``inference.input_data``.
+            max_new_tokens: None takes ``inference.max_new_tokens``.
+            output: ``.jsonl``, ``.json``, ``.txt`` or a name without suffix; None takes ``inference.output``; an empty
+                string writes no file.
+            batch_size: None takes ``inference.batch_size``.
+            dataset_field: field of a record that holds the prompt; None takes ``predict.dataset_field``.
+
+        Returns:
+            ``(sample_idx, ids of prompt and answer)`` of every record that was answered.
+
+        Raises:
+            ValueError: an argument out of range, or a checkpoint that does not fit.
+            FileNotFoundError: the input looks like a path and does not exist.
+        """
+        options = _inference_options(self.config, input_data, max_new_tokens, output, batch_size)
+        field = self.config.predict.dataset_field if dataset_field is None else dataset_field
+        if options.output:
+            check_output(options.output, options.input_data)
+        records = normalize_input(options.input_data, field)
+        if self.tokenizer is None:
+            raise ValueError("inference() needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
+        self._validate_pp_inference()
+        self._load_inference_checkpoint()
+
+        model_config = getattr(self.model, "config", None)
+        vocab_size = getattr(model_config, "vocab_size", self.tokenizer.vocab_size)
+        resolved = resolve_generation(
+            self.config.generation, options.max_new_tokens, self.tokenizer, self._model_files(), vocab_size
+        )
+        logger.info("decoding: %s", resolved.describe())
+        stats = GenerationStats()
+        writes = rank() == 0 and bool(options.output)
+        with open_writer(options.output) if writes else nullcontext() as writer:
+            result = generate_from_records(
+                self.model,
+                self.tokenizer,
+                records,
+                resolved.config,
+                stats,
+                writer=writer,
+                batch_size=options.batch_size,
+                max_length=getattr(model_config, "seq_length", None),
+                vocab_size=vocab_size,
+                skip_special_tokens=self.config.predict.skip_special_tokens,
+                progress=self.config.predict.progress and rank() == 0,
+            )
+        self.last_summary = result.summary
+        for line in format_summary(result.summary, Timings(**asdict(stats))):
+            logger.info(line)
+        if writes:
+            logger.info("results: %s", options.output)
+        return result.outputs
+
+    def _apply_parallelism(self, model: nn.Cell) -> nn.Cell:
+        """Spreads the model over the job's processes, the same way for training and prediction."""
+        return parallelize_model(model, self._dims, forward_only=self.is_inference)
+
+    def _validate_pp_inference(self) -> None:
+        """Refuses pipeline options that have no meaning without a backward pass.
+
+        Raises:
+            NotImplementedError: names the option.
+        """
+        parallelism = self.config.parallelism
+        if parallelism.pipeline_parallel == 1:
+            return
+        for name, active in (
+            ("parallelism.pipeline_parallel_interleave_num", parallelism.pipeline_parallel_interleave_num > 1),
+            ("parallelism.pipeline_parallel_overlap_b_f", parallelism.pipeline_parallel_overlap_b_f),
+            ("swap.enable", self.config.swap.enable),
+        ):
+            if active:
+                raise NotImplementedError(f"{name} is not supported in prediction with pipeline parallelism")
+
+    def _load_inference_checkpoint(self) -> None:
+        """Fills the model from ``checkpoint.load_path``, once."""
+        if self._weights_loaded:
+            return
+        if hasattr(self.model, "weight_layout"):
+            path = self.config.checkpoint.load_path
+            report = load_weights(path, self.model.weight_layout(), self.model.set_weight)
+            logger.info("weights: %s", report.summary())
+        else:
+            logger.info("weights: the given model is used as it is, it has no weight_layout() to load them by")
+        self._weights_loaded = True
+
+    def _model_files(self) -> Path | None:
+        load_path = self.config.checkpoint.load_path
+        return model_files_folder(load_path) if load_path else None
+
+
+def _load(
+    config: str | os.PathLike[str] | Mapping[str, Any] | TrainConfig, run_mode: str | None, provided: set[str]
+) -> TrainConfig:
+    if not isinstance(config, TrainConfig):
+        return load_config(config, {} if run_mode is None else {"run_mode": run_mode}, provided=provided)
+    if run_mode is not None and run_mode != config.run_mode:
+        return load_config(config.to_dict(), {"run_mode": run_mode}, provided=provided)
+    return config
+
+
+def _inference_options(
+    config: TrainConfig, input_data: Any, max_new_tokens: int | None, output: str | None, batch_size: int | None
+) -> InferenceSection:
+    section = config.inference or InferenceSection()
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    return InferenceSection(
+        max_new_tokens=section.max_new_tokens if max_new_tokens is None else max_new_tokens,
+        batch_size=section.batch_size if batch_size is None else batch_size,
+        output=section.output if output is None else output,
+        input_data=section.input_data if input_data is None else input_data,
+    )
+
+
+def _check_files(section: InferenceSection) -> None:
+    """Finds mistakes in paths before the model is built."""
+    check_output(section.output, section.input_data)
+    if section.input_data is not None:
+        normalize_input(section.input_data)

@@ -1,0 +1,209 @@
+"""Trainer.inference() from a YAML to the rows of a file, on a checkpoint that transformers wrote."""
+
+import json
+import os
+import pathlib
+import shutil
+import stat
+
+import pytest
+
+from mindformers_ext.trainer import Trainer
+
+CHECKPOINT = pathlib.Path(__file__).parents[2] / "data" / "checkpoints" / "qwen3"
+CASES = json.loads((CHECKPOINT / "reference.json").read_text())["cases"]
+PROMPT = CASES[0]["prompt"]
+ANSWER = CASES[0]["input_ids"] + CASES[0]["greedy"][:6]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def config(**sections):
+    base = {
+        "run_mode": "predict",
+        "checkpoint": {"load_path": str(CHECKPOINT)},
+        "inference": {"max_new_tokens": 6, "batch_size": 2},
+        "generation": {"eos_token_id": None},
+        "predict": {"progress": False},
+    }
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section}
+    return base
+
+
+def rows(path="inference_result.jsonl"):
+    return [json.loads(line) for line in pathlib.Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def write(path, text):
+    pathlib.Path(path).write_text(text, encoding="utf-8")
+    return path
+
+
+def test_every_input_form_gives_the_same_ids():
+    trainer = Trainer(config())
+    inputs = [
+        PROMPT,
+        write("prompts.txt", PROMPT + "\n"),
+        write("prompts.jsonl", json.dumps({"instruction": PROMPT}) + "\n"),
+        {"instruction": PROMPT},
+        [PROMPT],
+        [{"instruction": PROMPT}],
+    ]
+    for form in inputs:
+        assert trainer.inference(form) == [(0, ANSWER)]
+        assert rows()[0]["generated_ids"] == ANSWER
+
+
+def test_rows_have_the_documented_keys_and_the_users_own_fields():
+    Trainer(config()).inference([{"id": 7, "instruction": PROMPT, "error": "mine"}])
+    (row,) = rows()
+    assert list(row) == [
+        "sample_idx",
+        "generated_ids",
+        "generated_text",
+        "id",
+        "instruction",
+        "record",
+        "finish_reason",
+        "num_prompt_tokens",
+        "num_new_tokens",
+    ]
+    assert (row["id"], row["record"]) == (7, {"error": "mine"})
+    assert (row["finish_reason"], row["num_prompt_tokens"], row["num_new_tokens"]) == ("length", len(ANSWER) - 6, 6)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.json", "out.txt", "out"])
+def test_every_format_is_written_readable_by_owner_and_group_only(name):
+    os.umask(0o022)
+    Trainer(config()).inference([case["prompt"] for case in CASES], output=f"deep/er/{name}")
+    text = pathlib.Path("deep/er", name).read_text(encoding="utf-8")
+    assert stat.S_IMODE(os.stat(f"deep/er/{name}").st_mode) == 0o640
+    if name.endswith("json"):
+        assert [row["sample_idx"] for row in json.loads(text)] == list(range(len(CASES)))
+    else:
+        assert len(text.splitlines()) == len(CASES)
+
+
+def test_yaml_gives_what_the_call_leaves_out():
+    trainer = Trainer(config(inference={"input_data": PROMPT, "output": "a.jsonl"}))
+    trainer.inference()
+    assert rows("a.jsonl")[0]["generated_ids"] == ANSWER
+    trainer.inference(max_new_tokens=2, output="b.jsonl")
+    assert rows("b.jsonl")[0]["generated_ids"] == ANSWER[:-4]
+
+
+def test_no_file_is_written_for_an_empty_output():
+    assert Trainer(config()).inference(PROMPT, output="") == [(0, ANSWER)]
+    assert os.listdir() == []
+
+
+def test_dataset_field_comes_from_the_call_or_the_yaml():
+    trainer = Trainer(config(predict={"dataset_field": "question"}))
+    assert trainer.inference([{"question": PROMPT}]) == [(0, ANSWER)]
+    assert trainer.inference([{"q": PROMPT}], dataset_field="q") == [(0, ANSWER)]
+    assert trainer.inference(PROMPT) == [(0, ANSWER)]
+
+
+def test_bad_records_become_error_rows_and_the_others_are_answered():
+    lines = [
+        json.dumps({"instruction": PROMPT}),
+        "{not json",
+        json.dumps({"instruction": ""}),
+        json.dumps({"other": PROMPT}),
+        json.dumps({"instruction": 5}),
+        json.dumps({"instruction": PROMPT * 80}),
+        json.dumps({"instruction": PROMPT}),
+    ]
+    trainer = Trainer(config())
+    results = trainer.inference(write("mixed.jsonl", "\n".join(lines)))
+    assert results == [(0, ANSWER), (6, ANSWER)]
+    found = rows()
+    assert [row["sample_idx"] for row in found] == list(range(7))
+    assert [row.get("error_type") for row in found] == [None, "parse", "schema", "schema", "schema", "too_long", None]
+    assert trainer.last_summary.num_errors == 5
+
+
+def test_a_forward_that_fails_costs_its_record_only(monkeypatch):
+    trainer = Trainer(config(inference={"batch_size": 5}))
+    guilty = tuple(CASES[2]["input_ids"])
+    import mindformers_ext.trainer.inference as inference
+
+    original = inference.generate_rows
+
+    def failing(model, prompts, *rest):
+        if guilty in map(tuple, prompts):
+            raise RuntimeError("kernel failed")
+        return original(model, prompts, *rest)
+
+    monkeypatch.setattr(inference, "generate_rows", failing)
+    results = dict(trainer.inference([case["prompt"] for case in CASES]))
+    assert sorted(results) == [0, 1, 3, 4]
+    assert all(results[i] == CASES[i]["input_ids"] + CASES[i]["greedy"][:6] for i in results)
+    assert (rows()[2]["error_type"], rows()[2]["error"]) == ("forward", "RuntimeError: kernel failed")
+
+
+def test_eos_ids_come_from_generation_config_and_tokenizer_together(tmp_path):
+    shutil.copytree(CHECKPOINT, tmp_path / "copy")
+    third = CASES[0]["greedy"][2]
+    (tmp_path / "copy" / "generation_config.json").write_text(json.dumps({"eos_token_id": [third]}))
+    settings = config(checkpoint={"load_path": str(tmp_path / "copy")})
+    del settings["generation"]
+    assert Trainer(settings).inference(PROMPT) == [(0, ANSWER[:-3])]
+    assert rows()[0]["finish_reason"] == "eos"
+
+
+def test_inference_can_be_called_again_and_again():
+    trainer = Trainer(config())
+    prompts = [case["prompt"] for case in CASES]
+    first = trainer.inference(prompts)
+    assert trainer.inference(prompts, batch_size=3) == first
+    assert trainer.inference(prompts, batch_size=1) == first
+
+
+def test_the_model_of_a_trainer_can_generate():
+    import numpy as np
+    from mindspore import Tensor
+
+    trainer = Trainer(config())
+    trainer.inference(PROMPT, output="")
+    ids = Tensor(np.array([CASES[0]["input_ids"]], np.int32))
+    assert trainer.model.generate(ids, max_new_tokens=6).asnumpy().tolist() == [ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be a positive integer, not 0"),
+        ({"batch_size": -1}, ValueError, "batch_size must be a positive integer, not -1"),
+        ({"output": "x.xml"}, ValueError, "must end in .jsonl, .json or .txt"),
+        ({"input_data": "missing/prompts.jsonl"}, FileNotFoundError, "does not exist"),
+        ({"input_data": 5}, TypeError, "must be a path, a string, a dict or a list"),
+        ({"input_data": None}, ValueError, "no input_data was given"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_before_the_weights_are_read(arguments, error, message, monkeypatch):
+    trainer = Trainer(config())
+    monkeypatch.setattr(trainer, "_load_inference_checkpoint", lambda: pytest.fail("weights were read"))
+    with pytest.raises(error, match=message):
+        trainer.inference(**{"input_data": PROMPT, **arguments})
+
+
+def test_training_a_predicting_trainer_is_refused():
+    with pytest.raises(RuntimeError, match="needs run_mode: train"):
+        Trainer(config()).train()
+
+
+def test_more_processes_than_the_layout_uses_are_refused(monkeypatch):
+    monkeypatch.setenv("MS_WORKER_NUM", "2")
+    with pytest.raises(NotImplementedError, match="prediction on 2 processes is not supported yet"):
+        Trainer(config())
+
+
+def test_a_layout_that_needs_more_processes_is_refused():
+    settings = config(parallelism={"tensor_parallel": 2, "sequence_parallel": True})
+    with pytest.raises(ValueError, match=r"tensor_parallel \(2\) .* must divide the number of processes, which is 1"):
+        Trainer(settings)

@@ -1,0 +1,176 @@
+"""Trainer.train(): exact resumption, and prediction from what it saved."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from mindformers_ext.checkpoint import load_weights
+from mindformers_ext.trainer import Trainer
+
+TOKENIZER = pathlib.Path(__file__).parents[2] / "data" / "checkpoints" / "qwen3"
+MODEL = {
+    "model_type": "qwen3",
+    "architectures": "Qwen3ForCausalLM",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [{"question": f"{a} + {b} =", "answer": f" {a + b}"} for a in range(5) for b in range(5)]
+    pathlib.Path("train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
+def config(**sections):
+    base = {
+        "checkpoint": {"save_path": "saved", "save_interleaved_steps": 10},
+        "training": {"steps": 20, "local_batch_size": 2, "global_batch_size": 4, "seed": 7},
+        "optimizer": {"type": "AdamW"},
+        "lr_scheduler": {"type": "CosineWithWarmUpLR", "learning_rate": 1e-2, "warmup_steps": 3, "total_steps": 20},
+        "train_dataset": {
+            "dataloader": {
+                "type": "JsonlDataset",
+                "path": "train.jsonl",
+                "tokenizer_path": str(TOKENIZER),
+                "prompt_field": "question",
+                "response_field": "answer",
+                "seq_length": 24,
+                "shuffle": True,
+            }
+        },
+        "model": dict(MODEL),
+    }
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section}
+    return base
+
+
+def weights(trainer):
+    return {name: parameter.asnumpy().copy() for name, parameter in trainer.model.parameters_dict().items()}
+
+
+def losses(state):
+    return {line["step"]: line["loss"] for line in state.log_history}
+
+
+def same(first, second):
+    assert first.keys() == second.keys()
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
+def test_loss_falls_without_an_inference_section():
+    state = Trainer(config()).train()
+    history = losses(state)
+    assert len(history) == 20 and history[20] < 0.7 * history[1]
+
+
+def test_same_seed_same_run_and_other_seed_another():
+    first, second = Trainer(config()), Trainer(config())
+    assert losses(first.train()) == losses(second.train())
+    same(weights(first), weights(second))
+    assert losses(Trainer(config(training={"seed": 8})).train()) != losses(first.state)
+
+
+@pytest.mark.parametrize("load_path", ["saved", "saved/iteration_00000010"])
+def test_ten_steps_and_ten_more_equal_twenty_to_the_last_digit(load_path):
+    whole = Trainer(config())
+    whole.train()
+    # The first half is another run: the whole one has moved the tracker to step 20.
+    half = Trainer(config(training={"steps": 10}))
+    half.train()
+    resumed = Trainer(config(checkpoint={"load_path": load_path}))
+    assert resumed.state.global_step == 10
+    resumed.train()
+    history = losses(whole.state)
+    assert losses(resumed.state) == {step: history[step] for step in range(11, 21)}
+    same(weights(resumed), weights(whole))
+
+
+def test_predicting_from_the_saved_folder_equals_predicting_in_memory():
+    trainer = Trainer(config())
+    trainer.train()
+    prompts = ["1 + 2 =", "4 + 4 =", "0 + 3 ="]
+    in_memory = trainer.inference(prompts, max_new_tokens=8, output="memory.jsonl", batch_size=2)
+    predict = {
+        "run_mode": "predict",
+        "checkpoint": {"load_path": "saved"},
+        "inference": {"max_new_tokens": 8, "batch_size": 2, "output": "folder.jsonl"},
+    }
+    assert Trainer(predict).inference(prompts) == in_memory
+    assert pathlib.Path("folder.jsonl").read_bytes() == pathlib.Path("memory.jsonl").read_bytes()
+    # A training YAML with an inference section added says the same.
+    with_training_sections = {**config(), **predict}
+    assert Trainer(with_training_sections).inference(prompts) == in_memory
+
+
+def test_inference_between_steps_leaves_training_as_it_was():
+    whole = Trainer(config(checkpoint={"enable_save": False}))
+    whole.train()
+    from mindformers_ext.trainer.callbacks import TrainerCallback
+
+    class Ask(TrainerCallback):
+        def on_step_end(self, args, state, **kwargs):
+            if state.global_step % 5 == 0:
+                asked.inference(["1 + 2 ="], max_new_tokens=4, output="")
+                assert kwargs["model"].training
+
+    asked = Trainer(config(checkpoint={"enable_save": False}), callbacks=[Ask()])
+    asked.train()
+    assert losses(asked.state) == losses(whole.state)
+    same(weights(asked), weights(whole))
+
+
+def test_save_max_keeps_the_newest_checkpoints():
+    Trainer(config(checkpoint={"save_interleaved_steps": 5, "save_max": 2})).train()
+    assert sorted(path.name for path in pathlib.Path("saved").glob("iteration_*")) == [
+        "iteration_00000015",
+        "iteration_00000020",
+    ]
+    assert pathlib.Path("saved/latest_checkpointed_iteration.txt").read_text() == "20"
+
+
+def test_weights_alone_start_a_new_run():
+    first = Trainer(config())
+    first.train()
+    fresh = Trainer(config(checkpoint={"load_path": "saved", "no_load_optim": True}))
+    assert fresh.state.global_step == 0
+    same(weights(fresh), weights(first))
+
+
+def test_a_checkpoint_without_optimizer_cannot_be_continued():
+    Trainer(config(checkpoint={"no_save_optim": True})).train()
+    with pytest.raises(ValueError, match="saved without optimizer .*set checkpoint.no_load_optim: true"):
+        Trainer(config(checkpoint={"load_path": "saved"}))
+
+
+def test_training_starts_from_huggingface_weights():
+    settings = config(checkpoint={"load_path": str(TOKENIZER)}, training={"steps": 1})
+    del settings["model"]
+    settings["train_dataset"]["dataloader"]["seq_length"] = 32
+    trainer = Trainer(settings)
+    loaded = {}
+    load_weights(TOKENIZER, trainer.model.weight_layout(), loaded.__setitem__)
+    same(weights(trainer), loaded)
+    trainer.train()
+    assert Trainer({"run_mode": "predict", "checkpoint": {"load_path": "saved"}, "inference": {}}).inference(
+        "1 + 1 =", max_new_tokens=2, output=""
+    )
+
+
+def test_a_missing_training_file_is_named():
+    settings = config()
+    settings["train_dataset"]["dataloader"]["path"] = "nowhere.jsonl"
+    with pytest.raises(FileNotFoundError, match="nowhere.jsonl"):
+        Trainer(settings)
