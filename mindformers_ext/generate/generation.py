@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import mindspore as ms
 import numpy as np
@@ -36,7 +36,7 @@ class GeneratedRow:
     """
 
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: Literal["eos", "length"]
 
 
 def generate(
@@ -96,7 +96,7 @@ def _decode(
     model: Any, prompts: Sequence[Sequence[int]], config: GenerationConfig, stats: GenerationStats
 ) -> list[GeneratedRow]:
     tokens: list[list[int]] = [[] for _ in prompts]
-    reasons = ["length"] * len(prompts)
+    reasons: list[Literal["eos", "length"]] = ["length"] * len(prompts)
     eos = np.array(config.eos_token_ids, np.int64)
     alive = np.arange(len(prompts))  # rows of the batch that the forward still holds ...
     running = np.ones(len(prompts), bool)  # ... and which of those are not finished

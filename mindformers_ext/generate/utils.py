@@ -59,7 +59,7 @@ class GenerationConfig:
 
 
 def build_causal_mask(length: int, past: int = 0) -> np.ndarray:
-    """Returns the additive mask float32 ``[1, 1, length, past + length]``: 0 where a token may look, else float32's minimum."""
+    """Returns the additive mask float32 ``[1, 1, length, past + length]``: 0 where a token may look."""
     return attention_bias(None, length, past, past + length)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from mindspore import Tensor
 
+from mindformers_ext import ops
+
 # Buffers start at this many slots and double: attention never reads more than twice what is filled.
 _FIRST_CAPACITY = 128
 
@@ -55,14 +57,15 @@ class KeyValueState:
         """Appends keys and values ``[B, heads, S, D]``.
 
         Returns:
-            The whole buffers; slots from `length` on hold zeros or stale values and have to be masked.
+            What there is to attend to: ``key`` and ``value`` themselves when they are the first, else the whole
+            buffers, whose slots from `length` on hold zeros or stale values and have to be masked.
         """
-        end = self.length + key.shape[2]
-        self.reserve(end)
-        self.key[:, :, self.length : end] = key
-        self.value[:, :, self.length : end] = value
-        self.length = end
-        return self.key, self.value
+        past = self.length
+        self.reserve(past + key.shape[2])
+        ops.write_slots(self.key, past, key)
+        ops.write_slots(self.value, past, value)
+        self.length += key.shape[2]
+        return (self.key, self.value) if past else (key, value)
 
     def reorder(self, rows: np.ndarray) -> None:
         """Makes row ``i`` a copy of what was row ``rows[i]``; fewer or more rows than before are fine."""

@@ -70,8 +70,16 @@ class TransformerConfig:
     seq_length: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "num_query_groups",
-                     "kv_channels", "ffn_hidden_size", "max_position_embeddings"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "ffn_hidden_size",
+            "max_position_embeddings",
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"model: {name} must be a positive integer, not {value!r}")
@@ -86,7 +94,8 @@ class TransformerConfig:
             object.__setattr__(self, "seq_length", self.max_position_embeddings)
         if self.seq_length > self.max_position_embeddings:
             raise ValueError(
-                f"model: seq_length ({self.seq_length}) exceeds max_position_embeddings ({self.max_position_embeddings})"
+                f"model: seq_length ({self.seq_length}) exceeds max_position_embeddings "
+                f"({self.max_position_embeddings})"
             )
 
     @property

@@ -65,20 +65,22 @@ class GPTModel(nn.Cell):
             positions = np.broadcast_to(np.arange(past, past + length), (batch, length))
         else:
             positions = position_ids.asnumpy()
-        states = past_key_values or [None] * self.config.num_layers
+        states: Sequence[KeyValueState | None] = past_key_values or [None] * self.config.num_layers
         slots = length
         if past_key_values:
-            for state in past_key_values:
-                state.reserve(past + length)
-            slots = past_key_values[0].capacity
+            for layer_state in past_key_values:
+                layer_state.reserve(past + length)
+            slots = past_key_values[0].capacity if past else length
         mask = None if attention_mask is None else attention_mask.asnumpy()
         bias = Tensor.from_numpy(attention_bias(mask, length, past, slots))
         cos, sin = self._rotary.lookup(positions)
-        rotary = (Tensor.from_numpy(cos[:, :, None]), Tensor.from_numpy(sin[:, :, None]))
+        rotary = (Tensor.from_numpy(cos), Tensor.from_numpy(sin))
 
         hidden = self.embedding(input_ids).reshape(batch * length, -1)
+        update = None
         for layer, state in zip(self.decoder.layers, states, strict=True):
-            hidden = layer(hidden, rotary, bias, state)
+            hidden, update = layer(hidden, update, rotary, bias, state)
+        hidden = hidden + update
         if labels is not None:
             return ops.cross_entropy(self._head(hidden), labels.reshape(-1))
         if logits_to_keep is not None and logits_to_keep < length:
@@ -117,14 +119,19 @@ class GPTModel(nn.Cell):
         (GPT-2 report, section 2.3).
         """
         generator = np.random.default_rng(seed)
-        std, residual_std = self.config.init_method_std, self.config.init_method_std / (2 * self.config.num_layers) ** 0.5
+        std, residual_std = (
+            self.config.init_method_std,
+            self.config.init_method_std / (2 * self.config.num_layers) ** 0.5,
+        )
         for name, parameter in self.parameters_and_names():
             if name.endswith("layernorm.weight"):
                 parameter.set_data(Tensor.from_numpy(np.ones(parameter.shape, np.float32)))
             elif name.endswith(".bias"):
                 parameter.set_data(Tensor.from_numpy(np.zeros(parameter.shape, np.float32)))
             else:
-                normal_(parameter, residual_std if ".linear_proj." in name or ".linear_fc2." in name else std, generator)
+                normal_(
+                    parameter, residual_std if ".linear_proj." in name or ".linear_fc2." in name else std, generator
+                )
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Final norm and logits: float32 ``[N, H]`` to ``[N, V]``."""

@@ -31,7 +31,7 @@ class Linear(nn.Cell):
 
 
 class RMSNorm(nn.Cell):
-    """Root mean square normalisation over the last axis of size ``dim``."""
+    """Root mean square normalisation of float32 ``[N, dim]``."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -65,14 +65,13 @@ class SelfAttention(nn.Cell):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.groups, self.heads, self.dim = config.num_query_groups, config.heads_per_group, config.kv_channels
-        self.scale = self.dim**-0.5
-        self.eps = config.layernorm_epsilon
+        dim = config.kv_channels
+        self.groups, self.scale, self.eps = config.num_query_groups, dim**-0.5, config.layernorm_epsilon
         self.linear_qkv = Linear(config.hidden_size, config.qkv_size, config.add_qkv_bias)
-        self.linear_proj = Linear(self.groups * self.heads * self.dim, config.hidden_size, config.add_proj_bias)
+        self.linear_proj = Linear(config.num_attention_heads * dim, config.hidden_size, config.add_proj_bias)
         if config.qk_layernorm:
-            self.q_layernorm = RMSNorm(self.dim, self.eps)
-            self.k_layernorm = RMSNorm(self.dim, self.eps)
+            self.q_layernorm = RMSNorm(dim, self.eps)
+            self.k_layernorm = RMSNorm(dim, self.eps)
         self.qk_layernorm = config.qk_layernorm
 
     def construct(
@@ -82,26 +81,18 @@ class SelfAttention(nn.Cell):
 
         Args:
             x: float32 ``[B * S, H]``.
-            rotary: cos and sin, float32 ``[B, S, 1, D]``.
+            rotary: cos and sin, float32 ``[B, S, D]``.
             bias: float32 ``[B or 1, 1, S, T]``, added to the scores.
             state: keys and values of earlier tokens; those of ``x`` are appended.
 
         Returns:
             float32 ``[B * S, H]``.
         """
-        batch, length = rotary[0].shape[:2]
-        groups, heads, dim = self.groups, self.heads, self.dim
-        qkv = self.linear_qkv(x).reshape(batch, length, groups, heads + 2, dim)
-        query, key, value = qkv[:, :, :, :heads], qkv[:, :, :, heads], qkv[:, :, :, heads + 1]
-        query = query.reshape(batch, length, groups * heads, dim)
-        if self.qk_layernorm:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
-        query, key = ops.rotary(query, *rotary), ops.rotary(key, *rotary)
-        query = query.reshape(batch, length, groups, heads, dim).permute(0, 2, 3, 1, 4)
-        key, value = key.permute(0, 2, 1, 3), value.permute(0, 2, 1, 3)
+        norms = (self.q_layernorm.weight, self.k_layernorm.weight) if self.qk_layernorm else None
+        query, key, value = ops.qkv_heads(self.linear_qkv(x), *rotary, self.groups, norms, self.eps)
         if state is not None:
             key, value = state.update(key, value)
-        return self.linear_proj(ops.attention(query, key, value, bias, self.scale).reshape(batch * length, -1))
+        return self.linear_proj(ops.attention(query, key, value, bias, self.scale))
 
 
 class TransformerLayer(nn.Cell):
@@ -109,17 +100,39 @@ class TransformerLayer(nn.Cell):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
+        self.eps = config.layernorm_epsilon
+        self.input_layernorm = RMSNorm(config.hidden_size, self.eps)
         self.self_attention = SelfAttention(config)
-        self.pre_mlp_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
+        self.pre_mlp_layernorm = RMSNorm(config.hidden_size, self.eps)
         self.mlp = MLP(config)
 
     def construct(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], bias: Tensor, state: KeyValueState | None = None
-    ) -> Tensor:
-        """Maps float32 ``[B * S, H]`` to ``[B * S, H]``; arguments as `SelfAttention.construct`."""
-        hidden = hidden + self.self_attention(self.input_layernorm(hidden), rotary, bias, state)
-        return hidden + self.mlp(self.pre_mlp_layernorm(hidden))
+        self,
+        hidden: Tensor,
+        update: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        bias: Tensor,
+        state: KeyValueState | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the layer on ``hidden + update``.
+
+        Args:
+            hidden: residual stream, float32 ``[B * S, H]``.
+            update: what the previous layer adds to it; None in the first layer.
+            rotary: see `SelfAttention.construct`.
+            bias: see `SelfAttention.construct`.
+            state: see `SelfAttention.construct`.
+
+        Returns:
+            The residual stream, and what this layer's MLP adds to it.
+        """
+        if update is None:
+            normed = self.input_layernorm(hidden)
+        else:
+            hidden, normed = ops.add_rms_norm(hidden, update, self.input_layernorm.weight, self.eps)
+        attended = self.self_attention(normed, rotary, bias, state)
+        hidden, normed = ops.add_rms_norm(hidden, attended, self.pre_mlp_layernorm.weight, self.eps)
+        return hidden, self.mlp(normed)
 
 
 class TransformerBlock(nn.Cell):

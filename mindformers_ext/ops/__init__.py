@@ -1,9 +1,8 @@
 """Tensor operations, and which implementation each device gets.
 
 Every function takes and returns MindSpore tensors. `reference` holds the plain, differentiable MindSpore
-version that runs on every device; `host` holds numpy versions for the small tensors of a decode step on a CPU,
-where dispatching a MindSpore operation costs more than its arithmetic. A gradient is never recorded through
-`host`.
+version that runs on every device; `host` holds numpy versions for a CPU, where MindSpore's element-wise kernels are
+two to eight times slower than numpy at every size. A gradient is never recorded through `host`.
 """
 
 from __future__ import annotations
@@ -11,18 +10,20 @@ from __future__ import annotations
 from mindspore import Tensor
 
 from mindformers_ext.ops import host, reference
-from mindformers_ext.ops.backend import describe, host_pays
+from mindformers_ext.ops.backend import describe, use_host
 from mindformers_ext.ops.reference import cross_entropy, embedding, linear
 
 __all__ = [
+    "add_rms_norm",
     "attention",
     "cross_entropy",
     "describe",
     "embedding",
     "linear",
+    "qkv_heads",
     "rms_norm",
-    "rotary",
     "swiglu",
+    "write_slots",
 ]
 
 
@@ -30,22 +31,50 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square normalisation over the last axis: ``x / sqrt(mean(x^2) + eps) * weight``.
 
     Args:
-        x: float32, any shape ``[..., D]``.
-        weight: float32, shape ``[D]`` or one that broadcasts against ``x``.
+        x: float32 ``[N, H]``.
+        weight: float32 ``[H]``.
         eps: added to the mean square.
     """
-    return (host if host_pays(x) else reference).rms_norm(x, weight, eps)
+    return (host if use_host() else reference).rms_norm(x, weight, eps)
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates pairs ``(x[i], x[i + D/2])`` of the last axis by the angles whose cos and sin are given.
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Adds ``update`` to the residual stream and normalises the sum.
 
     Args:
-        x: float32 ``[..., D]``.
-        cos: float32, broadcasts against ``x``; both halves of its last axis are equal.
-        sin: as ``cos``.
+        x: float32 ``[N, H]``.
+        update: float32 ``[N, H]``.
+        weight: float32 ``[H]``.
+        eps: see `rms_norm`.
+
+    Returns:
+        ``x + update`` and its norm, both ``[N, H]``.
     """
-    return (host if host_pays(x) else reference).rotary(x, cos, sin)
+    return (host if use_host() else reference).add_rms_norm(x, update, weight, eps)
+
+
+def qkv_heads(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    groups: int,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Takes a fused projection apart into heads, normalises queries and keys if asked to, and rotates both.
+
+    Args:
+        qkv: float32 ``[B * S, N * (G + 2) * D]``; each of the N groups has G query heads, a key and a value.
+        cos: float32 ``[B, S, D]``, both halves of the last axis equal.
+        sin: as ``cos``.
+        groups: N.
+        norms: weights ``[D]`` of the RMS norms of queries and of keys.
+        eps: of these norms.
+
+    Returns:
+        Queries ``[B, N, G, S, D]``, keys and values ``[B, N, S, D]``.
+    """
+    return (host if use_host() else reference).qkv_heads(qkv, cos, sin, groups, norms, eps)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -57,7 +86,7 @@ def swiglu(x: Tensor) -> Tensor:
     Returns:
         float32 ``[N, F]``.
     """
-    return (host if host_pays(x) else reference).swiglu(x)
+    return (host if use_host() else reference).swiglu(x)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -71,7 +100,11 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: fl
         scale: factor of the scores.
 
     Returns:
-        float32 ``[B, S, N * G * Dv]``.
+        float32 ``[B * S, N * G * Dv]``.
     """
-    softmax = host.attention_weights if host_pays(query) else reference.attention_weights
-    return reference.attention(query, key, value, bias, scale, softmax)
+    return (host if use_host() else reference).attention(query, key, value, bias, scale)
+
+
+def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:
+    """Writes ``values`` ``[B, N, S, D]`` into ``buffer`` ``[B, N, T, D]`` from slot ``start`` on, in place."""
+    (host if use_host() else reference).write_slots(buffer, start, values)

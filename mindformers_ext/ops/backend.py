@@ -5,11 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import mindspore as ms
-from mindspore import Tensor
-from mindspore.common.api import _pynative_executor
-
-# Up to this many elements numpy beats the dispatch of the equivalent MindSpore operations.
-HOST_ELEMENTS = 1 << 17
+from mindspore.graph.api import _pynative_executor
 
 
 @cache
@@ -23,17 +19,16 @@ def recording_gradient() -> bool:
     return bool(_pynative_executor.grad_flag() and _pynative_executor.enable_grad())
 
 
-def host_pays(x: Tensor) -> bool:
-    """Tells whether numpy on the host is the faster implementation for an operand like ``x``."""
-    return x.size <= HOST_ELEMENTS and device_target() == "CPU" and not recording_gradient()
+def use_host() -> bool:
+    """Tells whether element-wise work is done by numpy: on a CPU, unless a gradient is being recorded."""
+    return device_target() == "CPU" and not recording_gradient()
 
 
 def describe() -> dict[str, str]:
-    """Returns which implementation is in use, by kind of tensor."""
-    small = "numpy on the host" if device_target() == "CPU" else "mindspore"
+    """Returns which implementation is in use, by kind of operation."""
     return {
         "device": device_target(),
-        "matrix products": "mindspore MatMul",
-        f"element-wise, up to {HOST_ELEMENTS} elements": small,
-        "element-wise, larger or with gradient": "mindspore",
+        "matrix products": "mindspore",
+        "element-wise, prediction": "numpy" if device_target() == "CPU" else "mindspore",
+        "element-wise, training": "mindspore",
     }

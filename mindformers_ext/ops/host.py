@@ -1,44 +1,148 @@
-"""numpy implementations for small float32 tensors on a CPU, where tensors and arrays share memory."""
+"""numpy implementations for float32 tensors on a CPU, where tensors and arrays share memory.
+
+Large operands are worked off in blocks of rows that fit into a core's cache. One thread does it: MindSpore's own
+threads spin after every matrix product, and a second pool beside them slows both down.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from mindspore import Tensor
 
+from mindformers_ext.ops import reference
+
+_BLOCK_ELEMENTS = 1 << 16
+
+
+def _by_blocks(function: Callable[[slice], None], rows: int, row_elements: int) -> None:
+    """Calls ``function`` on slices that cover ``rows``; it writes into arrays of its own."""
+    step = max(1, _BLOCK_ELEMENTS // row_elements)
+    for start in range(0, rows, step):
+        function(slice(start, start + step))
+
+
+def _inverse_rms(x: np.ndarray, eps: float) -> np.ndarray:
+    mean_square = np.einsum("...i,...i->...", x, x)[..., None]
+    mean_square *= np.float32(1 / x.shape[-1])
+    mean_square += np.float32(eps)
+    return np.float32(1) / np.sqrt(mean_square)
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `mindformers_ext.ops.rms_norm`."""
-    values = x.asnumpy()
-    mean_square = np.square(values).mean(-1, keepdims=True)
-    result = values / np.sqrt(mean_square + np.float32(eps))
-    result *= weight.asnumpy()
+    values, factors = x.asnumpy(), weight.asnumpy()
+    result = np.empty_like(values)
+
+    def block(rows: slice) -> None:
+        np.multiply(values[rows], _inverse_rms(values[rows], eps), out=result[rows])
+        result[rows] *= factors
+
+    _by_blocks(block, *values.shape)
     return Tensor.from_numpy(result)
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `mindformers_ext.ops.rotary`."""
-    values, sines, half = x.asnumpy(), sin.asnumpy(), x.shape[-1] // 2
-    result = values * cos.asnumpy()
-    result[..., :half] -= values[..., half:] * sines[..., :half]
-    result[..., half:] += values[..., :half] * sines[..., half:]
-    return Tensor.from_numpy(result)
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `mindformers_ext.ops.add_rms_norm`."""
+    values, updates, factors = x.asnumpy(), update.asnumpy(), weight.asnumpy()
+    total, normed = np.empty_like(values), np.empty_like(values)
+
+    def block(rows: slice) -> None:
+        np.add(values[rows], updates[rows], out=total[rows])
+        np.multiply(total[rows], _inverse_rms(total[rows], eps), out=normed[rows])
+        normed[rows] *= factors
+
+    _by_blocks(block, *values.shape)
+    return Tensor.from_numpy(total), Tensor.from_numpy(normed)
+
+
+def qkv_heads(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    groups: int,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `mindformers_ext.ops.qkv_heads`."""
+    batch, length, dim = cos.shape
+    half = dim // 2
+    values = qkv.asnumpy().reshape(batch, length, groups, -1, dim)
+    heads = values.shape[3] - 2
+    cosines, sines = (table.asnumpy()[:, :, None, None] for table in (cos, sin))
+    weights = None
+    if norms is not None:
+        weights = np.concatenate((np.tile(norms[0].asnumpy(), (heads, 1)), norms[1].asnumpy()[None]))
+    query = np.empty((batch, groups, heads, length, dim), np.float32)
+    key = np.empty((batch, groups, length, dim), np.float32)
+    value = np.empty((batch, groups, length, dim), np.float32)
+    by_token = (query.transpose(0, 3, 1, 2, 4), key.transpose(0, 2, 1, 3)[:, :, :, None], value.transpose(0, 2, 1, 3))
+
+    def block(rows: slice, tokens: slice) -> None:
+        part, sine = values[rows, tokens, :, :-1], sines[rows, tokens]
+        if weights is not None:
+            part = part * _inverse_rms(part, eps)
+            part *= weights
+        turned = part * cosines[rows, tokens]
+        turned[..., :half] -= part[..., half:] * sine[..., half:]
+        turned[..., half:] += part[..., :half] * sine[..., :half]
+        by_token[0][rows, tokens], by_token[1][rows, tokens] = turned[:, :, :, :heads], turned[:, :, :, heads:]
+        by_token[2][rows, tokens] = values[rows, tokens, :, -1]
+
+    elements = groups * (heads + 1) * dim
+    if length == 1:
+        _by_blocks(lambda rows: block(rows, slice(None)), batch, elements)
+    else:
+        for row in range(batch):
+            _by_blocks(partial(block, slice(row, row + 1)), length, elements)
+    return Tensor.from_numpy(query), Tensor.from_numpy(key), Tensor.from_numpy(value)
 
 
 def swiglu(x: Tensor) -> Tensor:
     """See `mindformers_ext.ops.swiglu`."""
     values = x.asnumpy()
-    gate, up = values[:, ::2], values[:, 1::2]
-    with np.errstate(over="ignore"):  # exp(-gate) is inf for a very negative gate, and silu 0 as it should be
-        result = gate / (1 + np.exp(-gate))
-    result *= up
+    result = np.empty((len(values), values.shape[1] // 2), np.float32)
+
+    def block(rows: slice) -> None:
+        gate, part = np.ascontiguousarray(values[rows, ::2]), result[rows]
+        np.negative(gate, out=part)
+        with np.errstate(over="ignore"):  # inf for a very negative gate, and silu 0 as it should be
+            np.exp(part, out=part)
+        part += np.float32(1)
+        np.divide(gate, part, out=part)
+        part *= values[rows, 1::2]
+
+    _by_blocks(block, *values.shape)
     return Tensor.from_numpy(result)
 
 
 def attention_weights(scores: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """See `mindformers_ext.ops.reference.attention_weights`."""
-    weights = scores.asnumpy() * np.float32(scale)
-    weights += bias.asnumpy()[:, :, None]
-    weights -= weights.max(-1, keepdims=True)
-    np.exp(weights, out=weights)
-    weights /= weights.sum(-1, keepdims=True)
-    return Tensor.from_numpy(weights)
+    """``softmax(scale * scores + bias)`` of scores ``[B, N, G, S, T]``, which it may overwrite."""
+    batch, groups, heads, length, slots = scores.shape
+    values = scores.asnumpy().reshape(batch * groups, heads, length, slots)
+    biases = np.broadcast_to(bias.asnumpy(), (batch, groups, length, slots)).reshape(batch * groups, 1, length, slots)
+
+    def block(rows: slice) -> None:
+        part = values[rows]
+        part *= np.float32(scale)
+        part += biases[rows]
+        part -= part.max(-1, keepdims=True)
+        np.exp(part, out=part)
+        part /= part.sum(-1, keepdims=True)
+
+    _by_blocks(block, batch * groups, heads * length * slots)
+    return Tensor.from_numpy(values.reshape(scores.shape))
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """See `mindformers_ext.ops.attention`."""
+    weights = attention_weights(reference.attention_scores(query, key), bias, scale)
+    mixed = reference.attention_mix(weights, value).asnumpy()
+    return Tensor.from_numpy(mixed.transpose(0, 3, 1, 2, 4).reshape(len(mixed) * query.shape[3], -1))
+
+
+def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:
+    """See `mindformers_ext.ops.write_slots`."""
+    buffer.asnumpy()[:, :, start : start + values.shape[2]] = values.asnumpy()

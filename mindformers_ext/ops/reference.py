@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
 _matmul_transposed = ops.MatMul(transpose_b=True)
 _batch_matmul = ops.BatchMatMul()
 _batch_matmul_transposed = ops.BatchMatMul(transpose_b=True)
+# Not mint.split: on the CPU its gradient is wrong when its parts are joined again.
+_halves = ops.Split(-1, 2)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,46 +24,71 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `mindformers_ext.ops.rms_norm`."""
+    """See `mindformers_ext.ops.rms_norm`; any leading axes will do."""
     return x * ops.rsqrt(mint.mean(ops.square(x), -1, True) + eps) * weight
 
 
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `mindformers_ext.ops.add_rms_norm`."""
+    total = x + update
+    return total, rms_norm(total, weight, eps)
+
+
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `mindformers_ext.ops.rotary`."""
-    first, second = mint.split(x, x.shape[-1] // 2, -1)
+    """Rotates pairs ``(x[i], x[i + D/2])`` of the last axis; cos and sin broadcast against ``x`` ``[..., D]``."""
+    first, second = _halves(x)
     return x * cos + ops.cat((-second, first), -1) * sin
+
+
+def qkv_heads(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    groups: int,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `mindformers_ext.ops.qkv_heads`."""
+    batch, length, dim = cos.shape
+    parts = qkv.reshape(batch, length, groups, -1, dim).permute(0, 2, 3, 1, 4)
+    query, key, value = parts[:, :, :-2], parts[:, :, -2], parts[:, :, -1]
+    if norms is not None:
+        query, key = rms_norm(query, norms[0], eps), rms_norm(key, norms[1], eps)
+    cos, sin = cos.expand_dims(1), sin.expand_dims(1)
+    return rotary(query, cos.expand_dims(1), sin.expand_dims(1)), rotary(key, cos, sin), value
 
 
 def swiglu(x: Tensor) -> Tensor:
     """See `mindformers_ext.ops.swiglu`."""
-    pairs = x.reshape(x.shape[0], -1, 2)
-    gate, up = pairs[:, :, 0], pairs[:, :, 1]
-    return mint.nn.functional.silu(gate) * up
+    gate, up = _halves(x.reshape(x.shape[0], -1, 2))
+    return (mint.nn.functional.silu(gate) * up).reshape(x.shape[0], -1)
 
 
-def attention_weights(scores: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """``softmax(scale * scores + bias)`` over the last axis; scores ``[B, N, G, S, T]``, bias ``[B or 1, 1, S, T]``."""
-    return ops.softmax(scores * scale + bias.expand_dims(1), -1)
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    scale: float,
-    softmax: Callable[[Tensor, Tensor, float], Tensor] = attention_weights,
-) -> Tensor:
-    """See `mindformers_ext.ops.attention`; ``softmax`` turns scores into weights."""
+def attention_scores(query: Tensor, key: Tensor) -> Tensor:
+    """Products of queries ``[B, N, G, S, D]`` with keys ``[B, N, T, D]``: ``[B, N, G, S, T]``."""
     batch, groups, heads, length, dim = query.shape
-    rows = (batch * groups, heads * length, -1)
     # The query heads of a group share its keys: they become rows of one product instead of copies of the keys.
-    scores = _batch_matmul_transposed(query.reshape(rows), key.reshape(batch * groups, -1, dim))
-    weights = softmax(scores.reshape(batch, groups, heads, length, -1), bias, scale)
-    mixed = _batch_matmul(weights.reshape(rows), value.reshape(batch * groups, -1, value.shape[-1]))
-    if length > 1:
-        mixed = mixed.reshape(batch, groups, heads, length, -1).permute(0, 3, 1, 2, 4)
-    return mixed.reshape(batch, length, -1)
+    rows = query.reshape(batch * groups, heads * length, dim)
+    return _batch_matmul_transposed(rows, key.reshape(batch * groups, -1, dim)).reshape(*query.shape[:4], -1)
+
+
+def attention_mix(weights: Tensor, value: Tensor) -> Tensor:
+    """Values ``[B, N, T, Dv]`` mixed by weights ``[B, N, G, S, T]``: ``[B, N, G, S, Dv]``."""
+    batch, groups, heads, length, slots = weights.shape
+    rows = weights.reshape(batch * groups, heads * length, slots)
+    return _batch_matmul(rows, value.reshape(batch * groups, slots, -1)).reshape(*weights.shape[:4], -1)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """See `mindformers_ext.ops.attention`."""
+    weights = ops.softmax(attention_scores(query, key) * scale + bias.expand_dims(1), -1)
+    mixed = attention_mix(weights, value)
+    return mixed.permute(0, 3, 1, 2, 4).reshape(query.shape[0] * query.shape[3], -1)
+
+
+def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:
+    """See `mindformers_ext.ops.write_slots`."""
+    buffer[:, :, start : start + values.shape[2]] = values
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:

@@ -32,7 +32,8 @@ def weight_layout(config: TransformerConfig) -> WeightLayout:
     mappings.append(copied("decoder.final_layernorm.weight", "model.norm.weight", hidden))
     skippable = [(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "computed from the configuration")]
     if config.tie_word_embeddings:
-        skippable.append((r"lm_head\.weight", "the head shares the embedding's weight"))
+        # A tied checkpoint that was saved under pipeline parallelism may hold the last stage's copy.
+        skippable.append((r"lm_head\.weight|output_layer\.weight", "the head shares the embedding's weight"))
     else:
         mappings.append(copied("output_layer.weight", "lm_head.weight", config.vocab_size, hidden))
     return WeightLayout(tuple(mappings), tuple(skippable))

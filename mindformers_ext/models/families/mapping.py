@@ -79,10 +79,10 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
             if other[1] != value:
                 raise ValueError(f"{where}: {other[0]} ({other[1]!r}) and {key} ({value!r}) set the same thing")
         elif key == "layer_types" and set(value or ()) - {"full_attention"}:
-            raise ValueError(f"{where}: layer_types other than full_attention are not supported for {family.model_type}")
-        elif key in _DROPOUTS and not value:
-            continue
-        elif key in _DTYPES and value in ("float32", "fp32", None):
+            raise ValueError(
+                f"{where}: layer_types other than full_attention are not supported for {family.model_type}"
+            )
+        elif key in _DROPOUTS and not value or key in _DTYPES and value in ("float32", "fp32", None):
             continue
         elif key not in _WITHOUT_EFFECT:
             unused.append(key)
