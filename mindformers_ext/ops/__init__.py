@@ -1,17 +1,19 @@
 """Tensor operations, and which implementation each device gets.
 
-Every function takes and returns MindSpore tensors. `reference` holds the plain, differentiable MindSpore
-version that runs on every device; `host` holds numpy versions for a CPU, where MindSpore's element-wise kernels are
-two to eight times slower than numpy at every size. A gradient is never recorded through `host`.
+Every function takes and returns MindSpore tensors. `reference` holds the plain, differentiable MindSpore version that
+runs on every device. On a CPU, MindSpore's element-wise kernels are two to eight times slower than numpy at every size,
+and their gradients more than that: there `host` takes their place, and `autograd` while a gradient is being recorded.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from mindspore import Tensor
 
-from mindformers_ext.ops import host, reference
-from mindformers_ext.ops.backend import describe, use_host
-from mindformers_ext.ops.reference import cross_entropy, embedding, linear
+from mindformers_ext.ops import autograd, host, reference
+from mindformers_ext.ops.backend import describe, device_target, recording_gradient
+from mindformers_ext.ops.reference import embedding, linear
 
 __all__ = [
     "add_rms_norm",
@@ -27,6 +29,12 @@ __all__ = [
 ]
 
 
+def _implementation() -> ModuleType:
+    if device_target() != "CPU":
+        return reference
+    return autograd if recording_gradient() else host
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square normalisation over the last axis: ``x / sqrt(mean(x^2) + eps) * weight``.
 
@@ -35,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         weight: float32 ``[H]``.
         eps: added to the mean square.
     """
-    return (host if use_host() else reference).rms_norm(x, weight, eps)
+    return _implementation().rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -50,7 +58,7 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple
     Returns:
         ``x + update`` and its norm, both ``[N, H]``.
     """
-    return (host if use_host() else reference).add_rms_norm(x, update, weight, eps)
+    return _implementation().add_rms_norm(x, update, weight, eps)
 
 
 def qkv_heads(
@@ -74,7 +82,7 @@ def qkv_heads(
     Returns:
         Queries ``[B, N, G, S, D]``, keys and values ``[B, N, S, D]``.
     """
-    return (host if use_host() else reference).qkv_heads(qkv, cos, sin, groups, norms, eps)
+    return _implementation().qkv_heads(qkv, cos, sin, groups, norms, eps)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -86,7 +94,7 @@ def swiglu(x: Tensor) -> Tensor:
     Returns:
         float32 ``[N, F]``.
     """
-    return (host if use_host() else reference).swiglu(x)
+    return _implementation().swiglu(x)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -102,9 +110,17 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: fl
     Returns:
         float32 ``[B * S, N * G * Dv]``.
     """
-    return (host if use_host() else reference).attention(query, key, value, bias, scale)
+    return _implementation().attention(query, key, value, bias, scale)
 
 
 def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:
     """Writes ``values`` ``[B, N, S, D]`` into ``buffer`` ``[B, N, T, D]`` from slot ``start`` on, in place."""
-    (host if use_host() else reference).write_slots(buffer, start, values)
+    _implementation().write_slots(buffer, start, values)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Mean negative log likelihood (scalar float32) of labels int32 ``[N]`` under logits ``[N, V]``.
+
+    Labels equal to ``ignore_index`` do not count; with none left the loss is 0.
+    """
+    return _implementation().cross_entropy(logits, labels, ignore_index)

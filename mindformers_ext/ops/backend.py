@@ -19,16 +19,7 @@ def recording_gradient() -> bool:
     return bool(_pynative_executor.grad_flag() and _pynative_executor.enable_grad())
 
 
-def use_host() -> bool:
-    """Tells whether element-wise work is done by numpy: on a CPU, unless a gradient is being recorded."""
-    return device_target() == "CPU" and not recording_gradient()
-
-
 def describe() -> dict[str, str]:
     """Returns which implementation is in use, by kind of operation."""
-    return {
-        "device": device_target(),
-        "matrix products": "mindspore",
-        "element-wise, prediction": "numpy" if device_target() == "CPU" else "mindspore",
-        "element-wise, training": "mindspore",
-    }
+    element_wise = "numpy" if device_target() == "CPU" else "mindspore"
+    return {"device": device_target(), "matrix products": "mindspore", "element-wise": element_wise}

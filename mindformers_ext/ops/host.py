@@ -17,14 +17,15 @@ from mindformers_ext.ops import reference
 _BLOCK_ELEMENTS = 1 << 16
 
 
-def _by_blocks(function: Callable[[slice], None], rows: int, row_elements: int) -> None:
+def by_blocks(function: Callable[[slice], None], rows: int, row_elements: int) -> None:
     """Calls ``function`` on slices that cover ``rows``; it writes into arrays of its own."""
     step = max(1, _BLOCK_ELEMENTS // row_elements)
     for start in range(0, rows, step):
         function(slice(start, start + step))
 
 
-def _inverse_rms(x: np.ndarray, eps: float) -> np.ndarray:
+def inverse_rms(x: np.ndarray, eps: float) -> np.ndarray:
+    """Returns ``1 / sqrt(mean(x^2) + eps)`` over the last axis, which stays with size 1."""
     mean_square = np.einsum("...i,...i->...", x, x)[..., None]
     mean_square *= np.float32(1 / x.shape[-1])
     mean_square += np.float32(eps)
@@ -37,10 +38,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     result = np.empty_like(values)
 
     def block(rows: slice) -> None:
-        np.multiply(values[rows], _inverse_rms(values[rows], eps), out=result[rows])
+        np.multiply(values[rows], inverse_rms(values[rows], eps), out=result[rows])
         result[rows] *= factors
 
-    _by_blocks(block, *values.shape)
+    by_blocks(block, *values.shape)
     return Tensor.from_numpy(result)
 
 
@@ -51,10 +52,10 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple
 
     def block(rows: slice) -> None:
         np.add(values[rows], updates[rows], out=total[rows])
-        np.multiply(total[rows], _inverse_rms(total[rows], eps), out=normed[rows])
+        np.multiply(total[rows], inverse_rms(total[rows], eps), out=normed[rows])
         normed[rows] *= factors
 
-    _by_blocks(block, *values.shape)
+    by_blocks(block, *values.shape)
     return Tensor.from_numpy(total), Tensor.from_numpy(normed)
 
 
@@ -83,20 +84,20 @@ def qkv_heads(
     def block(rows: slice, tokens: slice) -> None:
         part, sine = values[rows, tokens, :, :-1], sines[rows, tokens]
         if weights is not None:
-            part = part * _inverse_rms(part, eps)
+            part = part * inverse_rms(part, eps)
             part *= weights
         turned = part * cosines[rows, tokens]
-        turned[..., :half] -= part[..., half:] * sine[..., half:]
-        turned[..., half:] += part[..., :half] * sine[..., :half]
+        turned[..., :half] -= part[..., half:] * sine[..., :half]
+        turned[..., half:] += part[..., :half] * sine[..., half:]
         by_token[0][rows, tokens], by_token[1][rows, tokens] = turned[:, :, :, :heads], turned[:, :, :, heads:]
         by_token[2][rows, tokens] = values[rows, tokens, :, -1]
 
     elements = groups * (heads + 1) * dim
     if length == 1:
-        _by_blocks(lambda rows: block(rows, slice(None)), batch, elements)
+        by_blocks(lambda rows: block(rows, slice(None)), batch, elements)
     else:
         for row in range(batch):
-            _by_blocks(partial(block, slice(row, row + 1)), length, elements)
+            by_blocks(partial(block, slice(row, row + 1)), length, elements)
     return Tensor.from_numpy(query), Tensor.from_numpy(key), Tensor.from_numpy(value)
 
 
@@ -114,7 +115,7 @@ def swiglu(x: Tensor) -> Tensor:
         np.divide(gate, part, out=part)
         part *= values[rows, 1::2]
 
-    _by_blocks(block, *values.shape)
+    by_blocks(block, *values.shape)
     return Tensor.from_numpy(result)
 
 
@@ -132,15 +133,39 @@ def attention_weights(scores: Tensor, bias: Tensor, scale: float) -> Tensor:
         np.exp(part, out=part)
         part /= part.sum(-1, keepdims=True)
 
-    _by_blocks(block, batch * groups, heads * length * slots)
+    by_blocks(block, batch * groups, heads * length * slots)
     return Tensor.from_numpy(values.reshape(scores.shape))
+
+
+def merge_heads(mixed: Tensor) -> Tensor:
+    """Rearranges ``[B, N, G, S, D]`` to ``[B * S, N * G * D]``."""
+    values = mixed.asnumpy().transpose(0, 3, 1, 2, 4)
+    return Tensor.from_numpy(values.reshape(values.shape[0] * values.shape[1], -1))
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
     """See `mindformers_ext.ops.attention`."""
     weights = attention_weights(reference.attention_scores(query, key), bias, scale)
-    mixed = reference.attention_mix(weights, value).asnumpy()
-    return Tensor.from_numpy(mixed.transpose(0, 3, 1, 2, 4).reshape(len(mixed) * query.shape[3], -1))
+    return merge_heads(reference.attention_mix(weights, value))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """See `mindformers_ext.ops.cross_entropy`."""
+    _, loss = softmax_and_loss(logits.asnumpy(), labels.asnumpy(), ignore_index)
+    return Tensor.from_numpy(loss)
+
+
+def softmax_and_loss(logits: np.ndarray, labels: np.ndarray, ignore_index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the probabilities ``[counted, V]`` of the rows that count, and their mean negative log likelihood."""
+    rows = np.flatnonzero(labels != ignore_index)
+    probabilities = logits[rows]
+    probabilities -= probabilities.max(-1, keepdims=True, initial=-np.inf)
+    picked = probabilities[np.arange(len(rows)), labels[rows]]
+    np.exp(probabilities, out=probabilities)
+    totals = probabilities.sum(-1, keepdims=True)
+    probabilities /= totals
+    nll = np.log(totals[:, 0], dtype=np.float64) - picked
+    return probabilities, np.array(nll.sum() / max(len(rows), 1), np.float32)
 
 
 def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:

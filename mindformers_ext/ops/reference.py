@@ -92,10 +92,7 @@ def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Mean negative log likelihood (scalar float32) of labels int32 ``[N]`` under logits ``[N, V]``.
-
-    Labels equal to ``ignore_index`` do not count; with none left the loss is 0.
-    """
+    """See `mindformers_ext.ops.cross_entropy`."""
     total = ops.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
     counted = (labels != ignore_index).astype(ms.float32).sum()
     return total / ops.maximum(counted, Tensor(1.0, ms.float32))
