@@ -2,7 +2,8 @@
 
 Every function takes and returns MindSpore tensors. `reference` holds the plain, differentiable MindSpore version that
 runs on every device. On a CPU, MindSpore's element-wise kernels are two to eight times slower than numpy at every size,
-and their gradients more than that: there `host` takes their place, and `autograd` while a gradient is being recorded.
+and their gradients more than that. There `native` (C++, compiled on first use) takes their place, or `host` (numpy)
+where there is no compiler, and `autograd` (numpy) while a gradient is being recorded.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from types import ModuleType
 
 from mindspore import Tensor
 
-from mindformers_ext.ops import autograd, host, reference
-from mindformers_ext.ops.backend import describe, device_target, recording_gradient
-from mindformers_ext.ops.reference import embedding, linear
+from mindformers_ext.ops import autograd, host, native, reference
+from mindformers_ext.ops.backend import device_target, recording_gradient
+from mindformers_ext.ops.reference import embedding
 
 __all__ = [
     "add_rms_norm",
@@ -32,7 +33,37 @@ __all__ = [
 def _implementation() -> ModuleType:
     if device_target() != "CPU":
         return reference
-    return autograd if recording_gradient() else host
+    if recording_gradient():
+        return autograd
+    return native if native.available() else host
+
+
+def describe() -> dict[str, str]:
+    """Returns which implementation is in use, by kind of operation."""
+    small = "mindspore"
+    if device_target() == "CPU":
+        small = "C++" if native.available() else "numpy"
+    return {
+        "device": device_target(),
+        "products of up to 32 rows": "C++" if small == "C++" else "mindspore",
+        "larger products": "mindspore",
+        "element-wise": small,
+        "element-wise with gradient": "numpy" if device_target() == "CPU" else "mindspore",
+    }
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x weight^T + bias``.
+
+    Args:
+        x: float32 ``[N, in]``.
+        weight: float32 ``[out, in]``.
+        bias: float32 ``[out]``.
+
+    Returns:
+        float32 ``[N, out]``.
+    """
+    return (native if _implementation() is native else reference).linear(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -115,7 +146,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: fl
 
 def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:
     """Writes ``values`` ``[B, N, S, D]`` into ``buffer`` ``[B, N, T, D]`` from slot ``start`` on, in place."""
-    _implementation().write_slots(buffer, start, values)
+    (host if device_target() == "CPU" else reference).write_slots(buffer, start, values)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
@@ -123,4 +154,5 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> T
 
     Labels equal to ``ignore_index`` do not count; with none left the loss is 0.
     """
-    return _implementation().cross_entropy(logits, labels, ignore_index)
+    implementation = _implementation()
+    return (host if implementation is native else implementation).cross_entropy(logits, labels, ignore_index)

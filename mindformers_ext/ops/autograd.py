@@ -197,11 +197,6 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: fl
     return _MergeHeads.apply(reference.attention_mix(weights, value))
 
 
-def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:
-    """See `mindformers_ext.ops.write_slots`; no gradient flows through a cache."""
-    host.write_slots(buffer, start, values)
-
-
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
     """See `mindformers_ext.ops.cross_entropy`."""
     return _CrossEntropy.apply(logits, labels, ignore_index)

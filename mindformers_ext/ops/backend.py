@@ -17,9 +17,3 @@ def device_target() -> str:
 def recording_gradient() -> bool:
     """Tells whether operations are being recorded for differentiation right now."""
     return bool(_pynative_executor.grad_flag() and _pynative_executor.enable_grad())
-
-
-def describe() -> dict[str, str]:
-    """Returns which implementation is in use, by kind of operation."""
-    element_wise = "numpy" if device_target() == "CPU" else "mindspore"
-    return {"device": device_target(), "matrix products": "mindspore", "element-wise": element_wise}

@@ -1,0 +1,115 @@
+"""C++ kernels for float32 tensors on a CPU, compiled on first use for the machine at hand."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from mindspore import Tensor
+
+from mindformers_ext.ops import host, reference
+from mindformers_ext.ops.native.build import load_library
+
+# With more rows a product is bound by arithmetic, at which MindSpore is better.
+_MAX_ROWS = 32
+
+_library: ctypes.CDLL | None = None
+_searched = False
+
+
+def available() -> bool:
+    """Tells whether the kernels can be used; the first call compiles them if need be."""
+    global _library, _searched
+    if not _searched:
+        _library, _searched = load_library(), True
+    return _library is not None
+
+
+def _kernels() -> ctypes.CDLL:
+    if not available() or _library is None:
+        raise RuntimeError("the C++ kernels are not available; ask native.available() first")
+    return _library
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `mindformers_ext.ops.linear`."""
+    rows, size = x.shape
+    if rows > _MAX_ROWS:
+        return reference.linear(x, weight, bias)
+    x = _dense(x)
+    out = np.empty((rows, weight.shape[0]), np.float32)
+    bias_pointer = None if bias is None else bias.data_ptr()
+    _kernels().mfx_linear(x.data_ptr(), weight.data_ptr(), bias_pointer, out.ctypes.data, rows, out.shape[1], size)
+    return Tensor.from_numpy(out)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `mindformers_ext.ops.rms_norm`."""
+    x = _dense(x)
+    out = np.empty(x.shape, np.float32)
+    _kernels().mfx_rms_norm(x.data_ptr(), weight.data_ptr(), out.ctypes.data, *x.shape, eps)
+    return Tensor.from_numpy(out)
+
+
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `mindformers_ext.ops.add_rms_norm`."""
+    x, update = _dense(x), _dense(update)
+    total, out = np.empty(x.shape, np.float32), np.empty(x.shape, np.float32)
+    _kernels().mfx_add_rms_norm(
+        x.data_ptr(), update.data_ptr(), weight.data_ptr(), total.ctypes.data, out.ctypes.data, *x.shape, eps
+    )
+    return Tensor.from_numpy(total), Tensor.from_numpy(out)
+
+
+def qkv_heads(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    groups: int,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `mindformers_ext.ops.qkv_heads`."""
+    batch, length, dim = cos.shape
+    qkv, cos, sin = _dense(qkv), _dense(cos), _dense(sin)
+    heads = qkv.shape[1] // (groups * dim) - 2
+    query = np.empty((batch, groups, heads, length, dim), np.float32)
+    key, value = (np.empty((batch, groups, length, dim), np.float32) for _ in range(2))
+    norm_pointers = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
+    _kernels().mfx_qkv_heads(
+        qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), *norm_pointers, query.ctypes.data, key.ctypes.data,
+        value.ctypes.data, batch, length, groups, heads, dim, eps,
+    )  # fmt: skip
+    return Tensor.from_numpy(query), Tensor.from_numpy(key), Tensor.from_numpy(value)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """See `mindformers_ext.ops.swiglu`."""
+    x = _dense(x)
+    out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
+    _kernels().mfx_swiglu(x.data_ptr(), out.ctypes.data, *out.shape)
+    return Tensor.from_numpy(out)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """See `mindformers_ext.ops.attention`."""
+    batch, groups, heads, length, dim = query.shape
+    slots = key.shape[2]
+    bias = _dense(bias)
+    if length == 1 and value.shape[3] == dim:
+        query, key, value = _dense(query), _dense(key), _dense(value)
+        out = np.empty((batch, groups * heads * dim), np.float32)
+        _kernels().mfx_attend(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), bias.data_ptr(), out.ctypes.data, batch, groups, heads,
+            dim, slots, bias.shape[0], scale,
+        )  # fmt: skip
+        return Tensor.from_numpy(out)
+    scores = _dense(reference.attention_scores(query, key))
+    _kernels().mfx_attention_weights(
+        scores.data_ptr(), bias.data_ptr(), batch, groups * heads, length, slots, bias.shape[0], scale
+    )
+    return host.merge_heads(reference.attention_mix(scores, value))

@@ -1,0 +1,365 @@
+// float32 kernels for a CPU: the small operations of a decoder layer and products of a few rows with large weights.
+//
+// Vectors are GCC's: 16 floats, whatever the width of the machine's registers. All arrays are dense and row-major.
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr int kLanes = 16;
+typedef float vec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
+inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
+
+// The first `count` of 16 floats, the others `fill`.
+inline vec load_part(const float* p, int64_t count, float fill) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i < count ? p[i] : fill;
+  return load(lanes);
+}
+inline void store_part(float* p, vec v, int64_t count) {
+  for (int i = 0; i < count; ++i) p[i] = v[i];
+}
+
+inline float sum(vec v) {
+  float total = 0;
+  for (int width = kLanes / 2; width; width /= 2) {
+    for (int i = 0; i < width; ++i) v[i] += v[i + width];
+  }
+  total = v[0];
+  return total;
+}
+
+// exp to 2 ulp: 2^n exp(r) with |r| <= ln(2) / 2, exp(r) by its Taylor polynomial of degree 7; 0 below -87.3.
+inline vec exp(vec x) {
+  const vec clamped = x < -87.3f ? vec{} - 87.3f : (x > 88.7f ? vec{} + 88.7f : x);
+  const vec scaled = clamped * 1.44269504f;
+  const ivec n = __builtin_convertvector(scaled + (scaled < 0 ? vec{} - 0.5f : vec{} + 0.5f), ivec);
+  const vec whole = __builtin_convertvector(n, vec);
+  const vec r = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  vec p = r * (1.0f / 5040) + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const ivec power = (n + 127) << 23;
+  return x < -87.3f ? vec{} : p * reinterpret_cast<const vec&>(power);
+}
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  asm volatile("" ::: "memory");
+#endif
+}
+
+// Threads that wait awake for a moment after each task, since the next one usually comes within microseconds.
+class Pool {
+ public:
+  explicit Pool(int size) : size_(size) {
+    for (int worker = 1; worker < size; ++worker) {
+      std::thread([this, worker] { serve(worker); }).detach();
+    }
+  }
+
+  int size() const { return size_; }
+
+  // Calls task(context, worker) for every worker of the pool, worker 0 in this thread.
+  void run(void (*task)(const void*, int), const void* context) {
+    task_ = task;
+    context_ = context;
+    pending_.store(size_ - 1, std::memory_order_relaxed);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      generation_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    task(context, 0);
+    while (pending_.load(std::memory_order_acquire)) pause();
+  }
+
+ private:
+  void serve(int worker) {
+    uint64_t seen = 0;
+    for (;;) {
+      await(seen);
+      seen = generation_.load(std::memory_order_acquire);
+      task_(context_, worker);
+      pending_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  void await(uint64_t seen) {
+    using clock = std::chrono::steady_clock;
+    const auto until = clock::now() + std::chrono::microseconds(200);
+    do {
+      for (int i = 0; i < 64; ++i) {
+        if (generation_.load(std::memory_order_acquire) != seen) return;
+        pause();
+      }
+    } while (clock::now() < until);
+    std::unique_lock<std::mutex> lock(mutex_);
+    wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
+  }
+
+  const int size_;
+  void (*task_)(const void*, int) = nullptr;
+  const void* context_ = nullptr;
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<int> pending_{0};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+};
+
+int threads = 1;
+Pool* pool = nullptr;  // never deleted: its threads end with the process
+
+// Calls body(begin, end) on parts of [0, count) in all threads, or once in this one if there is little to do.
+template <class Body>
+void parallel(int64_t count, int64_t cost, const Body& body) {
+  if (threads == 1 || count < 2 || count * cost < 32768) {
+    body(int64_t{0}, count);
+    return;
+  }
+  if (!pool) pool = new Pool(threads);
+  struct Context {
+    const Body& body;
+    int64_t count;
+    int size;
+  } context{body, count, pool->size()};
+  pool->run(
+      [](const void* raw, int worker) {
+        const Context& c = *static_cast<const Context*>(raw);
+        c.body(c.count * worker / c.size, c.count * (worker + 1) / c.size);
+      },
+      &context);
+}
+
+// out[i][j] = x[i] . w[j] for M rows of x and R rows of w. Sums run over k in the same order for every M and R.
+template <int M, int R>
+inline void dot_block(const float* x, const float* w, const float* bias, float* out, int64_t n, int64_t k) {
+  vec acc[M][R] = {};
+  int64_t at = 0;
+  for (; at + kLanes <= k; at += kLanes) {
+    vec weights[R];
+    for (int j = 0; j < R; ++j) weights[j] = load(w + j * k + at);
+    for (int i = 0; i < M; ++i) {
+      const vec row = load(x + i * k + at);
+      for (int j = 0; j < R; ++j) acc[i][j] += row * weights[j];
+    }
+  }
+  for (int i = 0; i < M; ++i) {
+    for (int j = 0; j < R; ++j) {
+      if (at < k) acc[i][j] += load_part(x + i * k + at, k - at, 0) * load_part(w + j * k + at, k - at, 0);
+      out[i * n + j] = sum(acc[i][j]) + (bias ? bias[j] : 0);
+    }
+  }
+}
+
+template <int R>
+inline void dot_rows(const float* x, const float* w, const float* bias, float* out, int64_t m, int64_t n, int64_t k) {
+  int64_t i = 0;
+  for (; i + 4 <= m; i += 4) dot_block<4, R>(x + i * k, w, bias, out + i * n, n, k);
+  if (m - i == 3) dot_block<3, R>(x + i * k, w, bias, out + i * n, n, k);
+  if (m - i == 2) dot_block<2, R>(x + i * k, w, bias, out + i * n, n, k);
+  if (m - i == 1) dot_block<1, R>(x + i * k, w, bias, out + i * n, n, k);
+}
+
+inline float inverse_rms(const float* x, int64_t dim, float eps) {
+  vec squares = {};
+  int64_t at = 0;
+  for (; at + kLanes <= dim; at += kLanes) squares += load(x + at) * load(x + at);
+  if (at < dim) {
+    const vec last = load_part(x + at, dim - at, 0);
+    squares += last * last;
+  }
+  return 1 / __builtin_sqrtf(sum(squares) / dim + eps);
+}
+
+inline void scale_by(const float* x, float factor, const float* weight, float* out, int64_t dim) {
+  int64_t at = 0;
+  for (; at + kLanes <= dim; at += kLanes) store(out + at, load(x + at) * factor * load(weight + at));
+  for (; at < dim; ++at) out[at] = x[at] * factor * weight[at];
+}
+
+inline void norm_and_rotate(const float* x, const float* weight, float eps, const float* cos, const float* sin, float* out,
+                            int64_t dim) {
+  const float factor = weight ? inverse_rms(x, dim, eps) : 1;
+  const int64_t half = dim / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = weight ? x[i] * factor * weight[i] : x[i];
+    const float second = weight ? x[i + half] * factor * weight[i + half] : x[i + half];
+    out[i] = first * cos[i] - second * sin[i];
+    out[i + half] = second * cos[i + half] + first * sin[i + half];
+  }
+}
+
+// out = softmax(scale * scores + bias) over `slots`; `out` may be `scores`.
+inline void softmax(const float* scores, const float* bias, float scale, float* out, int64_t slots) {
+  vec tops = vec{} - __builtin_inff();
+  int64_t at = 0;
+  for (; at + kLanes <= slots; at += kLanes) {
+    const vec value = load(scores + at) * scale + load(bias + at);
+    store(out + at, value);
+    tops = value > tops ? value : tops;
+  }
+  float highest = tops[0];
+  for (int i = 1; i < kLanes; ++i) highest = std::max(highest, tops[i]);
+  for (; at < slots; ++at) {
+    out[at] = scores[at] * scale + bias[at];
+    highest = std::max(highest, out[at]);
+  }
+  vec totals = {};
+  for (at = 0; at + kLanes <= slots; at += kLanes) {
+    const vec value = exp(load(out + at) - highest);
+    store(out + at, value);
+    totals += value;
+  }
+  if (at < slots) {
+    const vec value = exp(load_part(out + at, slots - at, highest - 1000) - highest);
+    store_part(out + at, value, slots - at);
+    totals += value;
+  }
+  const float inverse = 1 / sum(totals);
+  for (at = 0; at + kLanes <= slots; at += kLanes) store(out + at, load(out + at) * inverse);
+  for (; at < slots; ++at) out[at] *= inverse;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Sets the number of threads; a forked child starts a pool of its own.
+void mfx_set_threads(int count) {
+  threads = count;
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { pool = nullptr; });
+  (void)registered;
+}
+
+// out [m, n] = x [m, k] w [n, k]^T + bias [n]; bias may be null.
+void mfx_linear(const float* x, const float* w, const float* bias, float* out, int64_t m, int64_t n, int64_t k) {
+  parallel(n, m * k, [=](int64_t begin, int64_t end) {
+    int64_t j = begin;
+    for (; j + 4 <= end; j += 4) dot_rows<4>(x, w + j * k, bias ? bias + j : nullptr, out + j, m, n, k);
+    for (; j < end; ++j) dot_rows<1>(x, w + j * k, bias ? bias + j : nullptr, out + j, m, n, k);
+  });
+}
+
+// out [rows, dim] = rms_norm(x) * weight.
+void mfx_rms_norm(const float* x, const float* weight, float* out, int64_t rows, int64_t dim, float eps) {
+  parallel(rows, dim, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      scale_by(x + row * dim, inverse_rms(x + row * dim, dim, eps), weight, out + row * dim, dim);
+    }
+  });
+}
+
+// total [rows, dim] = x + update, out = rms_norm(total) * weight.
+void mfx_add_rms_norm(const float* x, const float* update, const float* weight, float* total, float* out, int64_t rows,
+                      int64_t dim, float eps) {
+  parallel(rows, dim, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t start = row * dim;
+      for (int64_t i = 0; i < dim; ++i) total[start + i] = x[start + i] + update[start + i];
+      scale_by(total + start, inverse_rms(total + start, dim, eps), weight, out + start, dim);
+    }
+  });
+}
+
+// out [rows, size] = silu(gate) * up for x [rows, 2 size] with gates in even and ups in odd columns.
+void mfx_swiglu(const float* x, float* out, int64_t rows, int64_t size) {
+  const int64_t count = rows * size;
+  parallel((count + kLanes - 1) / kLanes, 2 * kLanes, [=](int64_t begin, int64_t end) {
+    for (int64_t at = begin * kLanes; at < std::min(end * kLanes, count); at += kLanes) {
+      const int64_t part = std::min<int64_t>(kLanes, count - at);
+      float gates[kLanes] = {}, ups[kLanes] = {};
+      for (int i = 0; i < part; ++i) {
+        gates[i] = x[2 * (at + i)];
+        ups[i] = x[2 * (at + i) + 1];
+      }
+      const vec gate = load(gates);
+      const vec result = gate / (exp(-gate) + 1.0f) * load(ups);
+      if (part == kLanes) {
+        store(out + at, result);
+      } else {
+        store_part(out + at, result, part);
+      }
+    }
+  });
+}
+
+// Takes qkv [batch * length, groups, heads + 2, dim] apart: query [batch, groups, heads, length, dim], key and value
+// [batch, groups, length, dim]; queries and keys are normalised (unless the weights are null) and rotated by cos and sin
+// [batch * length, dim].
+void mfx_qkv_heads(const float* qkv, const float* cos, const float* sin, const float* query_norm, const float* key_norm,
+                   float* query, float* key, float* value, int64_t batch, int64_t length, int64_t groups, int64_t heads,
+                   int64_t dim, float eps) {
+  parallel(batch * length * groups, 4 * (heads + 2) * dim, [=](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t token = item / groups, group = item % groups;
+      const int64_t row = token / length, position = token % length;
+      const float* from = qkv + item * (heads + 2) * dim;
+      for (int64_t head = 0; head < heads; ++head) {
+        float* to = query + (((row * groups + group) * heads + head) * length + position) * dim;
+        norm_and_rotate(from + head * dim, query_norm, eps, cos + token * dim, sin + token * dim, to, dim);
+      }
+      const int64_t to = ((row * groups + group) * length + position) * dim;
+      norm_and_rotate(from + heads * dim, key_norm, eps, cos + token * dim, sin + token * dim, key + to, dim);
+      std::copy_n(from + (heads + 1) * dim, dim, value + to);
+    }
+  });
+}
+
+// scores [batch, groups * heads, length, slots] become softmax(scale * scores + bias), in place; bias [bias_batch,
+// length, slots] with bias_batch batch or 1.
+void mfx_attention_weights(float* scores, const float* bias, int64_t batch, int64_t heads, int64_t length, int64_t slots,
+                           int64_t bias_batch, float scale) {
+  parallel(batch * heads * length, 8 * slots, [=](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row = item / (heads * length), position = item % length;
+      float* values = scores + item * slots;
+      softmax(values, bias + ((bias_batch == 1 ? 0 : row) * length + position) * slots, scale, values, slots);
+    }
+  });
+}
+
+// Attention of one new token a row: query [batch, groups, heads, dim], key and value [batch, groups, slots, dim], bias
+// [bias_batch, slots], out [batch, groups, heads, dim]. Slots behind the last one that any row may see are not read.
+void mfx_attend(const float* query, const float* key, const float* value, const float* bias, float* out, int64_t batch,
+                int64_t groups, int64_t heads, int64_t dim, int64_t slots, int64_t bias_batch, float scale) {
+  parallel(batch * groups, 2 * heads * dim * slots, [=](int64_t begin, int64_t end) {
+    std::vector<float> scores(slots);
+    for (int64_t item = begin; item < end; ++item) {
+      const float* biases = bias + (bias_batch == 1 ? 0 : item / groups) * slots;
+      int64_t used = slots;
+      while (used > 1 && biases[used - 1] < -1e37f) --used;
+      const float *keys = key + item * slots * dim, *values = value + item * slots * dim;
+      for (int64_t head = 0; head < heads; ++head) {
+        const float* q = query + (item * heads + head) * dim;
+        float* mixed = out + (item * heads + head) * dim;
+        dot_rows<1>(keys, q, nullptr, scores.data(), used, 1, dim);
+        softmax(scores.data(), biases, scale, scores.data(), used);
+        std::fill_n(mixed, dim, 0.0f);
+        for (int64_t slot = 0; slot < used; ++slot) {
+          for (int64_t i = 0; i < dim; ++i) mixed[i] += scores[slot] * values[slot * dim + i];
+        }
+      }
+    }
+  });
+}
+
+}  // extern "C"
