@@ -121,12 +121,17 @@ class Peer:
     def __init__(self, options: argparse.Namespace) -> None:
         command = [options.peer_python, os.path.abspath(__file__), "--serve_peer", *map(str, _arguments(options))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._answer()  # until its model is built, it would disturb what is measured here
 
     def measure(self, batch_size: int) -> dict[str, float]:
         """Returns what `measure` returns there."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
         self._process.stdin.write(f"{batch_size}\n")
         self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"the peer ended with exit code {self._process.wait()}; does it have transformers?")
@@ -140,6 +145,7 @@ class Peer:
 def serve_peer(options: argparse.Namespace) -> None:
     """Answers batch sizes on stdin with measurements on stdout."""
     run = peer_run(SHAPE)
+    print("{}", flush=True)
     for line in sys.stdin:
         print(json.dumps(measure(run, int(line), options)), flush=True)
 

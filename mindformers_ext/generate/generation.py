@@ -111,11 +111,11 @@ def _decode(
             chosen = greedy_sample(scores)
             for row in np.flatnonzero(running):
                 tokens[alive[row]].append(int(chosen[row]))
+            stats.decode_tokens += int(running.sum())
             ended = running & np.isin(chosen, eos)
             for row in np.flatnonzero(ended):
                 reasons[alive[row]] = "eos"
             running &= ~ended
-            stats.decode_tokens += len(running)
             if not running.any() or step + 1 == config.max_new_tokens:
                 break
             if 2 * running.sum() <= len(running):

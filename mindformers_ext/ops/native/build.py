@@ -57,9 +57,10 @@ def _built() -> pathlib.Path:
         OSError: no compiler, or no folder to write to.
         subprocess.SubprocessError: the compiler failed.
     """
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    name = os.environ.get("CXX", "g++")
+    compiler = shutil.which(name)
     if compiler is None:
-        raise FileNotFoundError("there is no g++")
+        raise FileNotFoundError(f"there is no {name}")
     identity = "\0".join((_SOURCE.read_text(encoding="utf-8"), *_FLAGS, _version(compiler), _processor()))
     folder = _cache_folder()
     library = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"

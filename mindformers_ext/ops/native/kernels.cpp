@@ -67,7 +67,8 @@ inline void pause() {
 #endif
 }
 
-// Threads that wait awake for a moment after each task, since the next one usually comes within microseconds.
+// Threads that may wait awake for a moment after a task. In a decode step the next task comes within microseconds; beside
+// MindSpore's own threads, which work in between otherwise, a waiting thread would hold one of the cores.
 class Pool {
  public:
   explicit Pool(int size) : size_(size) {
@@ -79,7 +80,8 @@ class Pool {
   int size() const { return size_; }
 
   // Calls task(context, worker) for every worker of the pool, worker 0 in this thread.
-  void run(void (*task)(const void*, int), const void* context) {
+  void run(void (*task)(const void*, int), const void* context, bool more_soon) {
+    more_soon_ = more_soon;
     task_ = task;
     context_ = context;
     pending_.store(size_ - 1, std::memory_order_relaxed);
@@ -95,23 +97,26 @@ class Pool {
  private:
   void serve(int worker) {
     uint64_t seen = 0;
+    bool awake = false;
     for (;;) {
-      await(seen);
+      await(seen, awake);
       seen = generation_.load(std::memory_order_acquire);
+      const bool more_soon = more_soon_;
       task_(context_, worker);
+      awake = more_soon;
       pending_.fetch_sub(1, std::memory_order_release);
     }
   }
 
-  void await(uint64_t seen) {
+  void await(uint64_t seen, bool awake) {
     using clock = std::chrono::steady_clock;
-    const auto until = clock::now() + std::chrono::microseconds(200);
-    do {
+    const auto until = clock::now() + std::chrono::microseconds(awake ? 200 : 0);
+    while (clock::now() < until) {
       for (int i = 0; i < 64; ++i) {
         if (generation_.load(std::memory_order_acquire) != seen) return;
         pause();
       }
-    } while (clock::now() < until);
+    }
     std::unique_lock<std::mutex> lock(mutex_);
     wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
   }
@@ -119,6 +124,7 @@ class Pool {
   const int size_;
   void (*task_)(const void*, int) = nullptr;
   const void* context_ = nullptr;
+  bool more_soon_ = false;
   std::atomic<uint64_t> generation_{0};
   std::atomic<int> pending_{0};
   std::mutex mutex_;
@@ -130,7 +136,7 @@ Pool* pool = nullptr;  // never deleted: its threads end with the process
 
 // Calls body(begin, end) on parts of [0, count) in all threads, or once in this one if there is little to do.
 template <class Body>
-void parallel(int64_t count, int64_t cost, const Body& body) {
+void parallel(int64_t count, int64_t cost, const Body& body, bool more_soon = false) {
   if (threads == 1 || count < 2 || count * cost < 32768) {
     body(int64_t{0}, count);
     return;
@@ -146,7 +152,7 @@ void parallel(int64_t count, int64_t cost, const Body& body) {
         const Context& c = *static_cast<const Context*>(raw);
         c.body(c.count * worker / c.size, c.count * (worker + 1) / c.size);
       },
-      &context);
+      &context, more_soon);
 }
 
 // out[i][j] = x[i] . w[j] for M rows of x and R rows of w. Sums run over k in the same order for every M and R.
@@ -256,7 +262,7 @@ void mfx_linear(const float* x, const float* w, const float* bias, float* out, i
     int64_t j = begin;
     for (; j + 4 <= end; j += 4) dot_rows<4>(x, w + j * k, bias ? bias + j : nullptr, out + j, m, n, k);
     for (; j < end; ++j) dot_rows<1>(x, w + j * k, bias ? bias + j : nullptr, out + j, m, n, k);
-  });
+  }, true);
 }
 
 // out [rows, dim] = rms_norm(x) * weight.
@@ -359,7 +365,7 @@ void mfx_attend(const float* query, const float* key, const float* value, const 
         }
       }
     }
-  });
+  }, true);
 }
 
 }  // extern "C"

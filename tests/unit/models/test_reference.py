@@ -12,6 +12,7 @@ from mindformers_ext.checkpoint import load_weights
 from mindformers_ext.generate import GenerationConfig, generate_rows
 from mindformers_ext.models import transformer_config
 from mindformers_ext.models.gpt_model import GPTModel
+from mindformers_ext.ops import native
 
 CHECKPOINTS = pathlib.Path(__file__).parents[2] / "data" / "checkpoints"
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_untied"]
@@ -52,9 +53,12 @@ def test_loss_is_the_mean_nll_of_the_counted_labels(family):
     assert float(loss.asnumpy()) == pytest.approx(np.mean(case["nll"][5:]), abs=5e-4)
 
 
+@pytest.mark.parametrize("kernels", ["C++", "numpy"])
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_ids_equal_transformers_alone_and_in_one_batch(family, use_cache):
+def test_greedy_ids_equal_transformers_alone_and_in_one_batch(family, use_cache, kernels, monkeypatch):
+    if kernels == "numpy":
+        monkeypatch.setattr(native, "available", lambda: False)
     model, cases = load(family)
     config = GenerationConfig(max_new_tokens=24, use_cache=use_cache)
     prompts, expected = [case["input_ids"] for case in cases], [case["greedy"] for case in cases]

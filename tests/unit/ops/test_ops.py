@@ -1,12 +1,17 @@
 """The implementations of one operation agree, and gradients never meet the one without them."""
 
+import functools
+import logging
+import os
+
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
 
 from mindformers_ext import ops
-from mindformers_ext.ops import autograd, backend, host, reference
+from mindformers_ext.ops import autograd, backend, host, native, reference
+from mindformers_ext.ops.native import build
 
 
 @pytest.fixture
@@ -15,8 +20,15 @@ def random():
     return lambda *shape: Tensor(generator.standard_normal(shape).astype(np.float32))
 
 
-def same(name, *arguments):
-    ours, theirs = getattr(host, name)(*arguments), getattr(reference, name)(*arguments)
+@pytest.fixture(params=[host, native], ids=["host", "native"])
+def same(request):
+    if request.param is native and not native.available():
+        pytest.skip("no compiler for the C++ kernels")
+    return functools.partial(_same, request.param)
+
+
+def _same(implementation, name, *arguments):
+    ours, theirs = getattr(implementation, name)(*arguments), getattr(reference, name)(*arguments)
     for one, other in zip(*[(r,) if isinstance(r, Tensor) else r for r in (ours, theirs)], strict=True):
         np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), rtol=5e-6, atol=5e-6)
 
@@ -26,23 +38,23 @@ ROWS = [3, 1000]
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_rms_norm_on_the_host_equals_the_reference(random, rows):
+def test_rms_norm_equals_the_reference(same, random, rows):
     same("rms_norm", random(rows, 160), random(160), 1e-6)
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_add_rms_norm_on_the_host_equals_the_reference(random, rows):
+def test_add_rms_norm_equals_the_reference(same, random, rows):
     same("add_rms_norm", random(rows, 160), random(rows, 160), random(160), 1e-6)
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_swiglu_on_the_host_equals_the_reference(random, rows):
+def test_swiglu_equals_the_reference(same, random, rows):
     same("swiglu", random(rows, 160))
 
 
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("batch", "length"), [(2, 5), (3, 1), (1, 700), (700, 1)])
-def test_qkv_heads_on_the_host_equal_the_reference(random, batch, length, normed):
+def test_qkv_heads_equals_the_reference(same, random, batch, length, normed):
     groups, heads, dim = 2, 3, 16
     qkv = random(batch * length, groups * (heads + 2) * dim)
     norms = (random(dim), random(dim)) if normed else None
@@ -51,12 +63,14 @@ def test_qkv_heads_on_the_host_equal_the_reference(random, batch, length, normed
     same("qkv_heads", qkv, cos, sin, groups, norms, 1e-6)
 
 
-@pytest.mark.parametrize("batch", [2, 300])
-def test_attention_on_the_host_equals_the_reference(random, batch):
-    query, key, value = random(batch, 3, 2, 4, 8), random(batch, 3, 6, 8), random(batch, 3, 6, 8)
-    bias = Tensor(np.where(np.arange(6) < 4, 0, np.finfo(np.float32).min).astype(np.float32).reshape(1, 1, 1, 6))
-    bias = Tensor(np.broadcast_to(bias.asnumpy(), (1, 1, 4, 6)).copy())
-    same("attention", query, key, value, bias, 0.5)
+@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize(("batch", "length", "slots"), [(2, 4, 6), (300, 4, 6), (3, 1, 70), (9, 1, 33), (1, 60, 130)])
+def test_attention_equals_the_reference(same, random, batch, length, slots, per_row):
+    query, key, value = random(batch, 3, 2, length, 24), random(batch, 3, slots, 24), random(batch, 3, slots, 24)
+    first = np.arange(batch if per_row else 1)[:, None, None, None] % 3
+    visible = (np.arange(slots) >= first) & (np.arange(slots) < slots - 2)
+    bias = np.where(np.broadcast_to(visible, (len(first), 1, length, slots)), 0, np.finfo(np.float32).min)
+    same("attention", query, key, value, Tensor(bias.astype(np.float32)), 0.5)
 
 
 def test_write_slots_changes_the_buffer_in_place(random):
@@ -68,9 +82,71 @@ def test_write_slots_changes_the_buffer_in_place(random):
         np.testing.assert_array_equal(buffer.asnumpy(), expected)
 
 
-def test_swiglu_of_very_negative_gates_is_zero():
-    x = Tensor(np.array([[-200.0, 3.0]], np.float32))
-    assert host.swiglu(x).asnumpy().tolist() == [[0.0]]
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 32, 33])
+@pytest.mark.parametrize(("outputs", "inputs"), [(5, 7), (64, 96), (1003, 160)])
+def test_linear_equals_the_reference(random, rows, outputs, inputs):
+    x, weight, bias = random(rows, inputs), random(outputs, inputs), random(outputs)
+    expected = x.asnumpy().astype(np.float64) @ weight.asnumpy().T.astype(np.float64) + bias.asnumpy()
+    np.testing.assert_allclose(ops.linear(x, weight, bias).asnumpy(), expected, rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(reference.linear(x, weight, bias).asnumpy(), expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.skipif(not native.available(), reason="no compiler for the C++ kernels")
+def test_a_row_of_a_native_product_does_not_depend_on_the_others(random):
+    x, weight = random(32, 300), random(100, 300)
+    whole = native.linear(x, weight).asnumpy()
+    for rows in (1, 2, 3, 5, 31):
+        np.testing.assert_array_equal(native.linear(Tensor(x.asnumpy()[:rows].copy()), weight).asnumpy(), whole[:rows])
+
+
+@pytest.mark.parametrize("implementation", [host, native], ids=["host", "native"])
+def test_swiglu_of_very_negative_gates_is_zero(implementation):
+    x = Tensor(np.array([[-200.0, 3.0, 200.0, 3.0]], np.float32))
+    if implementation is host or native.available():
+        assert implementation.swiglu(x).asnumpy().tolist() == [[0.0, 600.0]]
+
+
+def test_numpy_takes_over_where_nothing_can_be_compiled(monkeypatch, caplog):
+    logger = logging.getLogger("mindformers_ext")
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    with caplog.at_level(logging.WARNING, logger="mindformers_ext"):
+        assert build.load_library() is None
+    (record,) = caplog.records
+    assert (
+        record.getMessage()
+        == "no C++ kernels (there is no /nonexistent/compiler); numpy is used instead, which is slower"
+    )
+    monkeypatch.setenv("MINDFORMERS_EXT_KERNELS", "numpy")
+    assert build.load_library() is None
+    assert len(caplog.records) == 1
+
+
+def test_a_compiler_that_fails_leaves_nothing_behind(monkeypatch, tmp_path):
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\n[ $1 = --version ] && exit 0\necho no >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert build.load_library() is None
+    assert list((tmp_path / "cache" / "mindformers_ext").iterdir()) == []
+
+
+def test_a_cache_folder_that_others_may_write_is_not_used(monkeypatch, tmp_path):
+    (tmp_path / "mindformers_ext").mkdir()
+    (tmp_path / "mindformers_ext").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build._cache_folder() != tmp_path / "mindformers_ext"
+
+
+def test_a_forked_child_has_threads_of_its_own(random):
+    x, weight = random(4, 2048), random(4096, 2048)
+    expected = ops.linear(x, weight).asnumpy().copy()
+    child = os.fork()
+    if child == 0:
+        same_result = np.array_equal(ops.linear(x, weight).asnumpy(), expected)
+        os._exit(0 if same_result else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_attention_equals_a_plain_computation(random):
@@ -86,7 +162,7 @@ def test_attention_equals_a_plain_computation(random):
 def test_rows_without_a_visible_key_stay_finite(random):
     bias = Tensor(np.full((1, 1, 4, 5), np.finfo(np.float32).min, np.float32))
     query, key, value = random(1, 2, 3, 4, 8), random(1, 2, 5, 8), random(1, 2, 5, 8)
-    for implementation in (host, reference):
+    for implementation in (host, reference, *([native] if native.available() else [])):
         assert np.isfinite(implementation.attention(query, key, value, bias, 1.0).asnumpy()).all()
 
 
