@@ -60,7 +60,7 @@ class GenerationConfig:
 
 def build_causal_mask(length: int, past: int = 0) -> np.ndarray:
     """Returns the additive mask float32 ``[1, 1, length, past + length]``: 0 where a token may look."""
-    return attention_bias(None, length, past, past + length)
+    return attention_bias(None, 1, length, past, past + length)
 
 
 def build_position_ids(attention_mask: np.ndarray) -> np.ndarray:
@@ -79,7 +79,7 @@ def _build_combined_mask(attention_mask: np.ndarray, length: int) -> np.ndarray:
         Additive float32 ``[B, 1, length, T]``.
     """
     total = attention_mask.shape[1]
-    return attention_bias(attention_mask, length, total - length, total)
+    return attention_bias(attention_mask, len(attention_mask), length, total - length, total)
 
 
 def left_pad(prompts: Sequence[Sequence[int]], filler: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -33,6 +33,7 @@ class GPTModel(nn.Cell):
         self.decoder = TransformerBlock(config)
         if not config.tie_word_embeddings:
             self.output_layer = Linear(config.hidden_size, config.vocab_size)
+        self._parameters_by_name = self.parameters_dict()
         self._rotary = RotaryTable(config.rope, config.kv_channels, config.max_position_embeddings)
 
     def construct(
@@ -72,7 +73,7 @@ class GPTModel(nn.Cell):
                 layer_state.reserve(past + length)
             slots = past_key_values[0].capacity if past else length
         mask = None if attention_mask is None else attention_mask.asnumpy()
-        bias = Tensor.from_numpy(attention_bias(mask, length, past, slots))
+        bias = Tensor.from_numpy(attention_bias(mask, batch, length, past, slots))
         cos, sin = self._rotary.lookup(positions)
         rotary = (Tensor.from_numpy(cos), Tensor.from_numpy(sin))
 
@@ -107,7 +108,7 @@ class GPTModel(nn.Cell):
             KeyError: no such parameter.
             ValueError: the shape differs.
         """
-        parameter = self.parameters_dict()[name]
+        parameter = self._parameters_by_name[name]
         if parameter.shape != array.shape:
             raise ValueError(f"{name} has shape {parameter.shape}, not {array.shape}")
         parameter.set_data(Tensor.from_numpy(array))

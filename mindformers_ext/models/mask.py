@@ -9,12 +9,13 @@ import numpy as np
 MASKED = np.finfo(np.float32).min
 
 
-def attention_bias(mask: np.ndarray | None, length: int, past: int, slots: int) -> np.ndarray:
+def attention_bias(mask: np.ndarray | None, batch: int, length: int, past: int, slots: int) -> np.ndarray:
     """Builds the bias of a causal forward over new and cached tokens.
 
     Args:
-        mask: None for a batch without pads; ``[B, past + S]`` with 1 for a real token and 0 for a pad; or
-            additive float32 ``[B or 1, 1, S, past + S]``, used as it is.
+        mask: None for a batch without pads; ``[B, past + S]`` with 1 for a real token and 0 for a pad; or additive
+            floats ``[B or 1, 1, S, past + S]``, used as they are.
+        batch: rows B.
         length: new tokens S.
         past: tokens in the cache before them.
         slots: width T of the key buffer; slots from ``past + S`` on are masked.
@@ -26,9 +27,14 @@ def attention_bias(mask: np.ndarray | None, length: int, past: int, slots: int) 
         ValueError: the mask has another shape.
     """
     total = past + length
-    if mask is not None and (mask.ndim not in (2, 4) or mask.shape[-1] != total):
-        raise ValueError(f"attention_mask of shape {mask.shape} does not cover {past} cached and {length} new tokens")
+    if mask is not None and not _fits(mask, batch, length, total):
+        raise ValueError(
+            f"attention_mask of shape {mask.shape} and type {mask.dtype} does not fit {batch} rows of {past} cached "
+            f"and {length} new tokens: give [{batch}, {total}] with 1 and 0, or additive floats [{batch}, 1, {length}, "
+            f"{total}]"
+        )
     if mask is not None and mask.ndim == 4:
+        mask = np.ascontiguousarray(mask, np.float32)
         if slots == total:
             return mask
         bias = np.full((*mask.shape[:3], slots), MASKED, np.float32)
@@ -40,3 +46,10 @@ def attention_bias(mask: np.ndarray | None, length: int, past: int, slots: int) 
         real[:, :total] = mask != 0
         visible = visible & real[:, None]
     return np.where(visible, np.float32(0), MASKED)[:, None]
+
+
+def _fits(mask: np.ndarray, batch: int, length: int, total: int) -> bool:
+    if mask.ndim == 4:
+        floating = np.issubdtype(mask.dtype, np.floating)
+        return floating and mask.shape in ((batch, 1, length, total), (1, 1, length, total))
+    return mask.shape == (batch, total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
@@ -31,8 +32,15 @@ def _kernels() -> ctypes.CDLL:
     return _library
 
 
-def _dense(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() else x.contiguous()
+def _pointer(tensor: Tensor) -> int:
+    """Returns the address of a dense float32 tensor; anything else would be read as if it were one."""
+    if tensor.dtype != ms.float32 or not tensor.is_contiguous():
+        raise TypeError(f"a kernel needs a dense float32 tensor, not {tensor.dtype} of shape {tensor.shape}")
+    return int(tensor.data_ptr())
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -42,8 +50,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return reference.linear(x, weight, bias)
     x = _dense(x)
     out = np.empty((rows, weight.shape[0]), np.float32)
-    bias_pointer = None if bias is None else bias.data_ptr()
-    _kernels().mfx_linear(x.data_ptr(), weight.data_ptr(), bias_pointer, out.ctypes.data, rows, out.shape[1], size)
+    bias_pointer = None if bias is None else _pointer(bias)
+    _kernels().mfx_linear(_pointer(x), _pointer(weight), bias_pointer, out.ctypes.data, rows, out.shape[1], size)
     return Tensor.from_numpy(out)
 
 
@@ -51,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `mindformers_ext.ops.rms_norm`."""
     x = _dense(x)
     out = np.empty(x.shape, np.float32)
-    _kernels().mfx_rms_norm(x.data_ptr(), weight.data_ptr(), out.ctypes.data, *x.shape, eps)
+    _kernels().mfx_rms_norm(_pointer(x), _pointer(weight), out.ctypes.data, *x.shape, eps)
     return Tensor.from_numpy(out)
 
 
@@ -60,7 +68,7 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple
     x, update = _dense(x), _dense(update)
     total, out = np.empty(x.shape, np.float32), np.empty(x.shape, np.float32)
     _kernels().mfx_add_rms_norm(
-        x.data_ptr(), update.data_ptr(), weight.data_ptr(), total.ctypes.data, out.ctypes.data, *x.shape, eps
+        _pointer(x), _pointer(update), _pointer(weight), total.ctypes.data, out.ctypes.data, *x.shape, eps
     )
     return Tensor.from_numpy(total), Tensor.from_numpy(out)
 
@@ -79,9 +87,9 @@ def qkv_heads(
     heads = qkv.shape[1] // (groups * dim) - 2
     query = np.empty((batch, groups, heads, length, dim), np.float32)
     key, value = (np.empty((batch, groups, length, dim), np.float32) for _ in range(2))
-    norm_pointers = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
+    norm_pointers = (None, None) if norms is None else (_pointer(norms[0]), _pointer(norms[1]))
     _kernels().mfx_qkv_heads(
-        qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), *norm_pointers, query.ctypes.data, key.ctypes.data,
+        _pointer(qkv), _pointer(cos), _pointer(sin), *norm_pointers, query.ctypes.data, key.ctypes.data,
         value.ctypes.data, batch, length, groups, heads, dim, eps,
     )  # fmt: skip
     return Tensor.from_numpy(query), Tensor.from_numpy(key), Tensor.from_numpy(value)
@@ -91,7 +99,7 @@ def swiglu(x: Tensor) -> Tensor:
     """See `mindformers_ext.ops.swiglu`."""
     x = _dense(x)
     out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
-    _kernels().mfx_swiglu(x.data_ptr(), out.ctypes.data, *out.shape)
+    _kernels().mfx_swiglu(_pointer(x), out.ctypes.data, *out.shape)
     return Tensor.from_numpy(out)
 
 
@@ -103,13 +111,14 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: fl
     if length == 1 and value.shape[3] == dim:
         query, key, value = _dense(query), _dense(key), _dense(value)
         out = np.empty((batch, groups * heads * dim), np.float32)
+        scratch = np.empty((batch, groups, slots), np.float32)
         _kernels().mfx_attend(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), bias.data_ptr(), out.ctypes.data, batch, groups, heads,
-            dim, slots, bias.shape[0], scale,
+            _pointer(query), _pointer(key), _pointer(value), _pointer(bias), out.ctypes.data, scratch.ctypes.data,
+            batch, groups, heads, dim, slots, bias.shape[0], scale,
         )  # fmt: skip
         return Tensor.from_numpy(out)
     scores = _dense(reference.attention_scores(query, key))
     _kernels().mfx_attention_weights(
-        scores.data_ptr(), bias.data_ptr(), batch, groups * heads, length, slots, bias.shape[0], scale
+        _pointer(scores), _pointer(bias), batch, groups * heads, length, slots, bias.shape[0], scale
     )
     return host.merge_heads(reference.attention_mix(scores, value))

@@ -7,11 +7,13 @@ import hashlib
 import os
 import pathlib
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 
-from mindformers_ext.runtime import logger
+from mindformers_ext.runtime import logger, world_size
 
 _SOURCE = pathlib.Path(__file__).with_name("kernels.cpp")
 # Contracted multiply-adds and no errno; infinities and nan keep their meaning.
@@ -26,7 +28,7 @@ _SIGNATURES = {
     "mfx_swiglu": (*[_POINTER] * 2, *[_INT] * 2),
     "mfx_qkv_heads": (*[_POINTER] * 8, *[_INT] * 5, _FLOAT),
     "mfx_attention_weights": (*[_POINTER] * 2, *[_INT] * 5, _FLOAT),
-    "mfx_attend": (*[_POINTER] * 5, *[_INT] * 6, _FLOAT),
+    "mfx_attend": (*[_POINTER] * 6, *[_INT] * 6, _FLOAT),
 }
 
 
@@ -38,49 +40,74 @@ def load_library() -> ctypes.CDLL | None:
     if os.environ.get("MINDFORMERS_EXT_KERNELS") == "numpy":
         return None
     try:
-        library = ctypes.CDLL(str(_built()))
+        library = _opened()
     except (OSError, subprocess.SubprocessError) as error:
-        reason = str(error).strip().splitlines()[0]
-        logger.warning("no C++ kernels (%s); numpy is used instead, which is slower", reason)
+        logger.warning("no C++ kernels (%s); numpy is used instead, which is slower", _reason(error))
         return None
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.mfx_set_threads(len(os.sched_getaffinity(0)))
+    library.mfx_set_threads(num_threads())
     return library
 
 
-def _built() -> pathlib.Path:
-    """Returns the path of the compiled library, after compiling it if it is not there.
+def num_threads() -> int:
+    """Threads for this process: ``OMP_NUM_THREADS``, or its share of the cores that the system lets the job use."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdigit() and int(wanted) > 0:
+        return int(wanted)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # a container's limit: "<microseconds> <period>", or "max <period>"
+        quota, period = pathlib.Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        cores = min(cores, int(quota) // int(period))
+    return max(1, cores // world_size())
+
+
+def _opened() -> ctypes.CDLL:
+    path = _library_path()
+    if path.exists():
+        with suppress(OSError):
+            return ctypes.CDLL(str(path))
+    # Not there, or damaged.
+    _compile(path)
+    return ctypes.CDLL(str(path))
+
+
+def _library_path() -> pathlib.Path:
+    """Returns where the library of this source, compiler and processor belongs.
 
     Raises:
         OSError: no compiler, or no folder to write to.
-        subprocess.SubprocessError: the compiler failed.
+        subprocess.SubprocessError: the compiler does not run.
     """
-    name = os.environ.get("CXX", "g++")
-    compiler = shutil.which(name)
-    if compiler is None:
-        raise FileNotFoundError(f"there is no {name}")
-    identity = "\0".join((_SOURCE.read_text(encoding="utf-8"), *_FLAGS, _version(compiler), _processor()))
-    folder = _cache_folder()
-    library = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as temporary:
-            command = [compiler, *_FLAGS, "-shared", "-fPIC", "-pthread", "-o", temporary.name, str(_SOURCE)]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
-            os.replace(temporary.name, library)  # another process may be compiling the same
-        except BaseException:
-            os.unlink(temporary.name)
-            raise
-    return library
+    version = subprocess.run([*_compiler(), "--version"], check=True, capture_output=True, timeout=_COMPILE_SECONDS)
+    parts = (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version.stdout, _processor().encode())
+    return _cache_folder() / f"kernels-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
 
 
-def _version(compiler: str) -> str:
-    result = subprocess.run(
-        [compiler, "--version"], check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS
-    )
-    return result.stdout
+def _compile(library: pathlib.Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=library.parent, suffix=".so", delete=False) as temporary:
+        command = [*_compiler(), *_FLAGS, "-shared", "-fPIC", "-pthread", "-o", temporary.name, str(_SOURCE)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
+        os.replace(temporary.name, library)  # at once: another process may be compiling the same
+    except BaseException:
+        os.unlink(temporary.name)
+        raise
+
+
+def _compiler() -> list[str]:
+    command = shlex.split(os.environ.get("CXX") or "g++")
+    if not command or shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"there is no {' '.join(command)}")
+    return command
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        return f"{error.cmd[0]} failed: {lines[-1]}" if lines else f"{error.cmd[0]} failed"
+    return " ".join(str(error).split())
 
 
 def _processor() -> str:

@@ -1,6 +1,7 @@
 // float32 kernels for a CPU: the small operations of a decoder layer and products of a few rows with large weights.
 //
-// Vectors are GCC's: 16 floats, whatever the width of the machine's registers. All arrays are dense and row-major.
+// Vectors are GCC's, as wide as the registers of the machine that this is compiled for. All arrays are dense and row-major.
+// Nothing here allocates or throws.
 
 #include <pthread.h>
 
@@ -10,19 +11,26 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
-#include <vector>
 
 namespace {
 
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
 typedef float vec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
 inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
 inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
 
-// The first `count` of 16 floats, the others `fill`.
+// `count` floats, fewer than a vector holds, and `fill` behind them.
 inline vec load_part(const float* p, int64_t count, float fill) {
   float lanes[kLanes];
   for (int i = 0; i < kLanes; ++i) lanes[i] = i < count ? p[i] : fill;
@@ -33,15 +41,14 @@ inline void store_part(float* p, vec v, int64_t count) {
 }
 
 inline float sum(vec v) {
-  float total = 0;
   for (int width = kLanes / 2; width; width /= 2) {
     for (int i = 0; i < width; ++i) v[i] += v[i + width];
   }
-  total = v[0];
-  return total;
+  return v[0];
 }
 
-// exp to 2 ulp: 2^n exp(r) with |r| <= ln(2) / 2, exp(r) by its Taylor polynomial of degree 7; 0 below -87.3.
+// exp to 2 ulp: 2^n exp(r) with |r| <= ln(2) / 2, exp(r) by its Taylor polynomial of degree 7; 0 below -87.3 and inf
+// above 88.3.
 inline vec exp(vec x) {
   const vec clamped = x < -87.3f ? vec{} - 87.3f : (x > 88.7f ? vec{} + 88.7f : x);
   const vec scaled = clamped * 1.44269504f;
@@ -62,6 +69,8 @@ inline vec exp(vec x) {
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield" ::: "memory");
 #else
   asm volatile("" ::: "memory");
 #endif
@@ -71,9 +80,11 @@ inline void pause() {
 // MindSpore's own threads, which work in between otherwise, a waiting thread would hold one of the cores.
 class Pool {
  public:
-  explicit Pool(int size) : size_(size) {
-    for (int worker = 1; worker < size; ++worker) {
-      std::thread([this, worker] { serve(worker); }).detach();
+  // Works with fewer threads where the system gives no more.
+  explicit Pool(int size) {
+    try {
+      for (; size_ < size; ++size_) std::thread([this, worker = size_] { serve(worker); }).detach();
+    } catch (const std::system_error&) {
     }
   }
 
@@ -91,7 +102,13 @@ class Pool {
     }
     wake_.notify_all();
     task(context, 0);
-    while (pending_.load(std::memory_order_acquire)) pause();
+    for (int waited = 0; pending_.load(std::memory_order_acquire); ++waited) {
+      if (waited < 2000) {
+        pause();
+      } else {
+        std::this_thread::yield();  // a worker has lost its core
+      }
+    }
   }
 
  private:
@@ -121,7 +138,7 @@ class Pool {
     wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
   }
 
-  const int size_;
+  int size_ = 1;
   void (*task_)(const void*, int) = nullptr;
   const void* context_ = nullptr;
   bool more_soon_ = false;
@@ -133,15 +150,22 @@ class Pool {
 
 int threads = 1;
 Pool* pool = nullptr;  // never deleted: its threads end with the process
+std::mutex pool_in_use;
 
 // Calls body(begin, end) on parts of [0, count) in all threads, or once in this one if there is little to do.
 template <class Body>
 void parallel(int64_t count, int64_t cost, const Body& body, bool more_soon = false) {
-  if (threads == 1 || count < 2 || count * cost < 32768) {
+  std::unique_lock<std::mutex> lock(pool_in_use, std::defer_lock);
+  // Python threads may call side by side: who comes second works alone.
+  if (threads == 1 || count < 2 || count * cost < 32768 || !lock.try_lock()) {
     body(int64_t{0}, count);
     return;
   }
-  if (!pool) pool = new Pool(threads);
+  if (!pool) pool = new (std::nothrow) Pool(threads);
+  if (!pool || pool->size() == 1) {
+    body(int64_t{0}, count);
+    return;
+  }
   struct Context {
     const Body& body;
     int64_t count;
@@ -252,7 +276,10 @@ extern "C" {
 // Sets the number of threads; a forked child starts a pool of its own.
 void mfx_set_threads(int count) {
   threads = count;
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { pool = nullptr; });
+  static const int registered = pthread_atfork(nullptr, nullptr, [] {
+    pool = nullptr;
+    new (&pool_in_use) std::mutex;
+  });
   (void)registered;
 }
 
@@ -344,21 +371,22 @@ void mfx_attention_weights(float* scores, const float* bias, int64_t batch, int6
 }
 
 // Attention of one new token a row: query [batch, groups, heads, dim], key and value [batch, groups, slots, dim], bias
-// [bias_batch, slots], out [batch, groups, heads, dim]. Slots behind the last one that any row may see are not read.
-void mfx_attend(const float* query, const float* key, const float* value, const float* bias, float* out, int64_t batch,
-                int64_t groups, int64_t heads, int64_t dim, int64_t slots, int64_t bias_batch, float scale) {
+// [bias_batch, slots], out [batch, groups, heads, dim], scratch [batch, groups, slots]. Slots behind the last one that a
+// row may see are not read; a row that may see none, a pad, sees slot 0.
+void mfx_attend(const float* query, const float* key, const float* value, const float* bias, float* out, float* scratch,
+                int64_t batch, int64_t groups, int64_t heads, int64_t dim, int64_t slots, int64_t bias_batch, float scale) {
   parallel(batch * groups, 2 * heads * dim * slots, [=](int64_t begin, int64_t end) {
-    std::vector<float> scores(slots);
     for (int64_t item = begin; item < end; ++item) {
       const float* biases = bias + (bias_batch == 1 ? 0 : item / groups) * slots;
       int64_t used = slots;
       while (used > 1 && biases[used - 1] < -1e37f) --used;
       const float *keys = key + item * slots * dim, *values = value + item * slots * dim;
+      float* scores = scratch + item * slots;
       for (int64_t head = 0; head < heads; ++head) {
         const float* q = query + (item * heads + head) * dim;
         float* mixed = out + (item * heads + head) * dim;
-        dot_rows<1>(keys, q, nullptr, scores.data(), used, 1, dim);
-        softmax(scores.data(), biases, scale, scores.data(), used);
+        dot_rows<1>(keys, q, nullptr, scores, used, 1, dim);
+        softmax(scores, biases, scale, scores, used);
         std::fill_n(mixed, dim, 0.0f);
         for (int64_t slot = 0; slot < used; ++slot) {
           for (int64_t i = 0; i < dim; ++i) mixed[i] += scores[slot] * values[slot * dim + i];

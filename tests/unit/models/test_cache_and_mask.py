@@ -53,7 +53,7 @@ def test_clear_frees_the_buffers():
 
 
 def test_bias_is_causal_and_hides_pads_and_empty_slots():
-    bias = attention_bias(np.array([[0, 1, 1, 1], [1, 1, 1, 1]]), length=2, past=2, slots=6)
+    bias = attention_bias(np.array([[0, 1, 1, 1], [1, 1, 1, 1]]), batch=2, length=2, past=2, slots=6)
     visible = bias[:, 0] == 0
     assert bias.shape == (2, 1, 2, 6)
     np.testing.assert_array_equal(visible[0], [[0, 1, 1, 0, 0, 0], [0, 1, 1, 1, 0, 0]])
@@ -62,9 +62,27 @@ def test_bias_is_causal_and_hides_pads_and_empty_slots():
 
 def test_additive_mask_is_widened_to_the_buffer():
     mask = np.array([[[[0.0, -1.5]]]], np.float32)
-    np.testing.assert_array_equal(attention_bias(mask, 1, 1, 3)[0, 0, 0], np.array([0, -1.5, MASKED], np.float32))
+    np.testing.assert_array_equal(attention_bias(mask, 1, 1, 1, 3)[0, 0, 0], np.array([0, -1.5, MASKED], np.float32))
 
 
-def test_mask_of_another_length_is_refused():
-    with pytest.raises(ValueError, match=r"shape \(1, 3\) does not cover 2 cached and 2 new tokens"):
-        attention_bias(np.ones((1, 3)), length=2, past=2, slots=4)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        np.ones((1, 3), int),
+        np.ones((2, 4), int),
+        np.ones((1, 1, 2, 4), int),
+        np.ones((1, 1, 2, 4), bool),
+        np.zeros((1, 1, 1, 4), np.float32),
+        np.zeros((3, 1, 2, 4), np.float32),
+    ],
+    ids=lambda mask: f"{mask.dtype}{mask.shape}",
+)
+def test_a_mask_that_does_not_fit_is_refused(mask):
+    with pytest.raises(ValueError, match="does not fit 1 rows of 2 cached and 2 new tokens"):
+        attention_bias(mask, batch=1, length=2, past=2, slots=4)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_additive_masks_of_other_types_become_float32(dtype):
+    bias = attention_bias(np.zeros((1, 1, 2, 4), dtype), batch=1, length=2, past=2, slots=4)
+    assert bias.dtype == np.float32

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import mindspore as ms
 import numpy as np
@@ -37,25 +38,31 @@ def _same(implementation, name, *arguments):
 ROWS = [3, 1000]
 
 
+WIDTHS = [1, 7, 17, 160]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_rms_norm_equals_the_reference(same, random, rows):
-    same("rms_norm", random(rows, 160), random(160), 1e-6)
+def test_rms_norm_equals_the_reference(same, random, rows, width):
+    same("rms_norm", random(rows, width), random(width), 1e-6)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_add_rms_norm_equals_the_reference(same, random, rows):
-    same("add_rms_norm", random(rows, 160), random(rows, 160), random(160), 1e-6)
+def test_add_rms_norm_equals_the_reference(same, random, rows, width):
+    same("add_rms_norm", random(rows, width), random(rows, width), random(width), 1e-6)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_swiglu_equals_the_reference(same, random, rows):
-    same("swiglu", random(rows, 160))
+def test_swiglu_equals_the_reference(same, random, rows, width):
+    same("swiglu", random(rows, 2 * width))
 
 
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("batch", "length"), [(2, 5), (3, 1), (1, 700), (700, 1)])
 def test_qkv_heads_equals_the_reference(same, random, batch, length, normed):
-    groups, heads, dim = 2, 3, 16
+    groups, heads, dim = 2, 3, 18
     qkv = random(batch * length, groups * (heads + 2) * dim)
     norms = (random(dim), random(dim)) if normed else None
     half = random(batch, length, dim // 2), random(batch, length, dim // 2)
@@ -109,6 +116,7 @@ def test_swiglu_of_very_negative_gates_is_zero(implementation):
 def test_numpy_takes_over_where_nothing_can_be_compiled(monkeypatch, caplog):
     logger = logging.getLogger("mindformers_ext")
     monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.delenv("MINDFORMERS_EXT_KERNELS", raising=False)
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
     with caplog.at_level(logging.WARNING, logger="mindformers_ext"):
         assert build.load_library() is None
@@ -128,6 +136,7 @@ def test_a_compiler_that_fails_leaves_nothing_behind(monkeypatch, tmp_path):
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("MINDFORMERS_EXT_KERNELS", raising=False)
     assert build.load_library() is None
     assert list((tmp_path / "cache" / "mindformers_ext").iterdir()) == []
 
@@ -139,14 +148,51 @@ def test_a_cache_folder_that_others_may_write_is_not_used(monkeypatch, tmp_path)
     assert build._cache_folder() != tmp_path / "mindformers_ext"
 
 
+@pytest.mark.skipif(not native.available(), reason="no compiler for the C++ kernels")
 def test_a_forked_child_has_threads_of_its_own(random):
     x, weight = random(4, 2048), random(4096, 2048)
-    expected = ops.linear(x, weight).asnumpy().copy()
+    expected = native.linear(x, weight).asnumpy().copy()
     child = os.fork()
     if child == 0:
-        same_result = np.array_equal(ops.linear(x, weight).asnumpy(), expected)
-        os._exit(0 if same_result else 1)
+        os._exit(0 if np.array_equal(native.linear(x, weight).asnumpy(), expected) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(not native.available(), reason="no compiler for the C++ kernels")
+def test_threads_that_call_side_by_side_get_their_own_results(random):
+    x, weight = [random(4, 512) for _ in range(4)], random(2048, 512)
+    expected = [native.linear(part, weight).asnumpy().copy() for part in x]
+
+    def call(index):
+        return all(np.array_equal(native.linear(x[index], weight).asnumpy(), expected[index]) for _ in range(200))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(call, range(4))) == [True] * 4
+
+
+@pytest.mark.skipif(not native.available(), reason="no compiler for the C++ kernels")
+def test_a_kernel_refuses_what_is_not_dense_float32(random):
+    with pytest.raises(TypeError, match="dense float32 tensor, not Float16"):
+        native.linear(random(2, 8), random(4, 8).astype(ms.float16))
+    with pytest.raises(TypeError, match="dense float32"):
+        native.linear(random(2, 8), random(8, 4).T)
+
+
+def test_a_damaged_library_is_built_again(monkeypatch, tmp_path):
+    if not native.available():
+        pytest.skip("no compiler for the C++ kernels")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("MINDFORMERS_EXT_KERNELS", raising=False)
+    build._library_path().write_bytes(b"")
+    assert build.load_library() is not None
+
+
+@pytest.mark.parametrize(("variable", "threads"), [("3", 3), ("0", None), ("many", None), ("", None)])
+def test_threads_follow_the_usual_variable_or_the_cores(monkeypatch, variable, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert build.num_threads() == (threads or build.num_threads())
+    monkeypatch.setenv("MS_WORKER_NUM", "1000")
+    assert build.num_threads() == (threads or 1)
 
 
 def test_attention_equals_a_plain_computation(random):
