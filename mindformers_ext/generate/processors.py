@@ -2,57 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
+from mindformers_ext.generate import penalties
 from mindformers_ext.generate.configuration import GenerationConfig
+from mindformers_ext.generate.context import Processor, StepContext
 from mindformers_ext.generate.plugins import call_processor
+from mindformers_ext.generate.warpers import Warpers, build_warpers
 
-
-@dataclass
-class StepContext:
-    """What is known of the rows before the next token is chosen. Make a new one for each step.
-
-    Attributes:
-        sequences: the real ids of each row, prompt and new tokens, no pads; R integer arrays.
-        prompt_lengths: int ``[R]``, real tokens of the prompts.
-        record_ids: int ``[R]``, index of the record that a row answers.
-        sequence_ids: int ``[R]``, which of the record's returned sequences a row is.
-        step: new tokens that the rows already have.
-    """
-
-    sequences: Sequence[np.ndarray]
-    prompt_lengths: np.ndarray
-    record_ids: np.ndarray
-    sequence_ids: np.ndarray
-    step: int
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """Real tokens of each row, int ``[R]``."""
-        return np.fromiter(map(len, self.sequences), np.int64, len(self.sequences))
-
-    @cached_property
-    def new_lengths(self) -> np.ndarray:
-        """New tokens of each row, int ``[R]``."""
-        return self.lengths - self.prompt_lengths
-
-    def padded(self, filler: int) -> np.ndarray:
-        """The sequences as int64 ``[R, T]``, padded on the left."""
-        longest = int(self.lengths.max(initial=0))
-        ids = np.full((len(self.sequences), longest), filler, np.int64)
-        ids[np.arange(longest) >= longest - self.lengths[:, None]] = np.concatenate(self.sequences)
-        return ids
-
-
-Processor = Callable[[np.ndarray, StepContext], np.ndarray]
+__all__ = ["Processor", "ProcessorList", "StepContext", "build_processors"]
 
 
 class ProcessorList:
-    """Processors one after another. It is false when there is nothing to do."""
+    """Processors one after another. It is false when there is nothing to do.
+
+    Args:
+        processors: each may change the scores that it is given, and returns them or others.
+    """
 
     def __init__(self, processors: Sequence[Processor] = ()) -> None:
         self._processors = tuple(processors)
@@ -71,7 +40,7 @@ class ProcessorList:
 
 
 def build_processors(config: GenerationConfig, vocab_size: int) -> ProcessorList:
-    """The processors that ``config`` asks for.
+    """The processors that ``config`` asks for; sampling adds the warpers, which come last.
 
     Args:
         config: options.
@@ -80,9 +49,58 @@ def build_processors(config: GenerationConfig, vocab_size: int) -> ProcessorList
     Raises:
         ValueError: an option names a token id that is not below ``vocab_size``.
     """
-    processors: list[Processor] = []
-    for plugin in config.logits_processor:
-        processors.append(
-            lambda scores, context, plugin=plugin: call_processor(plugin, context.padded(config.filler), scores)
-        )
-    return ProcessorList(processors)
+    _check_ids(config, vocab_size)
+    processors = list(_penalties(config, vocab_size))
+    processors += [penalties.custom(call_processor, plugin, config.filler) for plugin in config.logits_processor]
+    warpers = build_warpers(config)
+    return ProcessorList([*processors, Warpers(warpers)] if warpers else processors)
+
+
+def _penalties(config: GenerationConfig, vocab_size: int) -> Iterator[Processor]:
+    eos = tuple(token for token in config.eos_token_ids if token < vocab_size)
+    if config.sequence_bias is not None:
+        yield penalties.sequence_bias([(ids, bias) for ids, bias in config.sequence_bias], vocab_size)
+    if config.repetition_penalty != 1.0:
+        yield penalties.repetition_penalty(config.repetition_penalty)
+    if config.no_repeat_ngram_size > 0:
+        yield penalties.no_repeat_ngram(config.no_repeat_ngram_size)
+    if config.bad_words_ids is not None:
+        yield penalties.bad_words(config.bad_words_ids, eos, vocab_size)
+    if config.min_length > 0 and eos:
+        yield penalties.ban(eos, lambda context: context.lengths < config.min_length)
+    if config.min_new_tokens and eos:
+        wanted = config.min_new_tokens
+        yield penalties.ban(eos, lambda context: context.new_lengths < wanted)
+    if config.forced_eos_token_ids:
+        yield penalties.force(config.forced_eos_token_ids, partial(_at_last_token, config))
+    if config.remove_invalid_values:
+        yield penalties.remove_invalid_values
+    if config.exponential_decay_length_penalty is not None and eos:
+        yield penalties.exponential_decay(*config.exponential_decay_length_penalty, eos)
+    if config.suppress_tokens is not None:
+        yield penalties.ban(config.suppress_tokens)
+    if config.begin_suppress_tokens is not None:
+        yield penalties.ban(config.begin_suppress_tokens, lambda context: context.new_lengths == 0)
+
+
+def _at_last_token(config: GenerationConfig, context: StepContext) -> np.ndarray:
+    budgets = np.array([config.row_budget(int(length)) for length in context.prompt_lengths])
+    return context.new_lengths == budgets - 1
+
+
+def _check_ids(config: GenerationConfig, vocab_size: int) -> None:
+    """Refuses ids that the model does not have. EOS ids are not among them: one that never comes does no harm."""
+    used = {
+        "sequence_bias": [token for ids, _ in config.sequence_bias or () for token in ids],
+        "bad_words_ids": [token for word in config.bad_words_ids or () for token in word],
+        "forced_eos_token_id": config.forced_eos_token_ids,
+        "suppress_tokens": config.suppress_tokens or (),
+        "begin_suppress_tokens": config.begin_suppress_tokens or (),
+    }
+    problems = []
+    for name, ids in used.items():
+        outside = sorted({token for token in ids if token >= vocab_size})
+        if outside:
+            problems.append(f"{name}: {outside} are not among the model's {vocab_size} token ids (0 to {vocab_size - 1})")
+    if problems:
+        raise ValueError("; ".join(problems))
