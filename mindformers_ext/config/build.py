@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, get_args, get_origin
 
-from mindformers_ext.config.errors import ConfigError, KeyPath, Source, dotted, printable, show
+from mindformers_ext.config.errors import ConfigError, KeyPath, Source, dotted, joined, printable, show
 from mindformers_ext.config.generation import GenerationSection
 from mindformers_ext.config.schema import ModelSection, TrainConfig
 from mindformers_ext.config.section import OpenSection, Section, yaml_fields
@@ -63,7 +63,7 @@ def _build(cls: type[Section], tree: Any, path: KeyPath, source: Source) -> Sect
         except ConfigError as error:
             errors.append(error)
     if errors:
-        raise errors[0] if len(errors) == 1 else ConfigError("\n".join(map(str, errors)))
+        raise joined(errors)
     if extra:
         known["extra"] = extra
     return cls(given=frozenset(tree) & hints.keys(), **known)

@@ -82,13 +82,7 @@ def _are_biases(value: list[Any]) -> bool:
 
 
 def _is_decay(value: list[Any]) -> bool:
-    return (
-        len(value) == 2
-        and _are_ids(value[:1])
-        and _is_number(value[1])
-        and math.isfinite(value[1])
-        and value[1] > 0
-    )
+    return len(value) == 2 and _are_ids(value[:1]) and _is_number(value[1]) and math.isfinite(value[1]) and value[1] > 0
 
 
 def _are_ids(value: Any) -> bool:
@@ -164,7 +158,7 @@ class GenerationSection(Section):
     prefill_chunk_size: Count = 512
 
     def explicit(self) -> dict[str, Any]:
-        """The options that the user chose: those written, and those set in Python to something else than the default."""
+        """The options that the user chose: those written, and those set in Python to another value than the default."""
         default = GenerationSection()
         values = {name: getattr(self, name) for name in yaml_fields(GenerationSection)}
         return {
@@ -179,8 +173,8 @@ class GenerationSection(Section):
 
 
 SAMPLING_KEYS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-_BEAM_KEYS = ("length_penalty", "early_stopping", "beam_score")
-_NEVER_USED = ("bos_token_id", "cache_implementation", "max_cache_len")
+BEAM_KEYS = ("length_penalty", "early_stopping", "beam_score")
+NEVER_USED = ("bos_token_id", "cache_implementation", "max_cache_len")
 
 
 def conflicts(options: Any) -> Iterator[tuple[str, str]]:
@@ -208,12 +202,12 @@ def without_effect(options: Any, given: Collection[str]) -> list[str]:
         options: as for `conflicts`.
         given: names that the user has set.
     """
-    groups = []
+    groups: list[tuple[tuple[str, ...], str]] = []
     if not options.do_sample:
         groups.append(((*SAMPLING_KEYS, "seed"), "without do_sample: true"))
     if options.num_beams == 1:
-        groups.append((_BEAM_KEYS, "without num_beams above 1"))
-    groups.append((_NEVER_USED, "here: prompts are never empty, and the cache always has the length it needs"))
+        groups.append((BEAM_KEYS, "without num_beams above 1"))
+    groups.append((NEVER_USED, "here: prompts are never empty, and the cache always has the length it needs"))
     sentences = []
     for names, reason in groups:
         idle = [name for name in names if name in given]

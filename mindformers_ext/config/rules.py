@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from mindformers_ext.config.build import unknown_key
-from mindformers_ext.config.errors import ConfigError, Source
+from mindformers_ext.config.errors import Source, joined
 from mindformers_ext.config.generation import conflicts, without_effect
 from mindformers_ext.config.schema import MonitorSection, TrainConfig
 from mindformers_ext.config.section import OpenSection
@@ -66,7 +66,7 @@ def _check_supported(config: TrainConfig, source: Source) -> None:
         raise source.error(("training", "rampup_batch_size"), "is not supported yet; remove this key")
     problems = [source.error(("generation", key), problem) for key, problem in conflicts(config.generation)]
     if problems:
-        raise ConfigError("\n".join(map(str, problems)))
+        raise joined(problems)
 
 
 def _check_predict(config: TrainConfig, source: Source) -> None:

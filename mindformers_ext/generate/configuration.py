@@ -29,6 +29,7 @@ class GenerationConfig:
         max_length: most tokens of a row, its real prompt included; max_new_tokens wins over it.
         eos_token_id: id or ids that end a row; the id is kept as the row's last token. None never ends one early.
         pad_token_id: fills the shorter rows of a result. None takes the first EOS id, or 0.
+        sequence_bias: ``[[[token ids], bias], ...]``; a mapping of tuples of ids to biases is turned into that.
         seed: of sampling; None draws a new one for each generation.
         logits_processor: callables ``(input_ids [B, T], scores [B, V]) -> scores``; see `LogitsProcessor`.
         stopping_criteria: callables ``(input_ids [B, T], scores [B, V]) -> bool [B]``; see `StoppingCriteria`.
@@ -60,7 +61,7 @@ class GenerationConfig:
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
     bad_words_ids: Sequence[Sequence[int]] | None = None
-    sequence_bias: Sequence[Sequence[Any]] | Mapping[tuple[int, ...], float] | None = None
+    sequence_bias: Any = None
     suppress_tokens: Sequence[int] | None = None
     begin_suppress_tokens: Sequence[int] | None = None
     exponential_decay_length_penalty: Sequence[float] | None = None
@@ -138,6 +139,11 @@ class GenerationConfig:
         if self.stop_strings is None:
             return ()
         return (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
+
+    @property
+    def biases(self) -> list[tuple[list[int], float]]:
+        """The entries of sequence_bias."""
+        return [(ids, float(bias)) for ids, bias in self.sequence_bias or ()]
 
     @property
     def filler(self) -> int:

@@ -1,9 +1,9 @@
 """Random numbers without a state: each is a hash of what it is for.
 
-The noise of a token is a function of (seed, record, sequence, step, token id) alone. So an answer does not depend on the
-size of the batch, on its order or on which other records there are, and each process can make the noise of the tokens that
-it holds. The hash is SplitMix64 (Steele, Lea, Flood 2014): a row's key starts a sequence, and the token id is the index
-of the number within it.
+The noise of a token is a function of (seed, record, sequence, step, token id) alone. So an answer does not depend on
+the size of the batch, on its order or on which other records there are, and each process can make the noise of the
+tokens that it holds. The hash is SplitMix64 (Steele, Lea, Flood 2014): a row's key starts a sequence, and the token id
+is the index of the number within it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def row_keys(seed: int, record_ids: np.ndarray, sequence_ids: np.ndarray, step: 
 
 
 def exponential(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Exponentially distributed noise float64 ``[R, N]`` of ``tokens`` ``[R, N]`` or ``[N]`` for rows with ``keys`` ``[R]``.
+    """Exponentially distributed noise float64 ``[R, N]`` of ``tokens`` ``[R, N]`` or ``[N]``.
 
-    The token with the greatest ``score - ln(noise)`` is a draw from softmax(scores): the Gumbel-max trick. The ``k``
+    ``keys`` are those of the rows, uint64 ``[R]``. The token with the greatest ``score - ln(noise)`` is a draw from softmax(scores): the Gumbel-max trick. The ``k``
     greatest are a draw of k tokens without replacement.
     """
     return -np.log(uniform(keys, tokens))

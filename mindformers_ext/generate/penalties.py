@@ -1,8 +1,8 @@
 """Processors of scores that work in every mode: what was said before, what must not come, and where an answer may end.
 
-Each function returns a processor ``(scores float32 [R, V], context) -> scores`` that changes the scores in place. Formulas
-are those of transformers 5.24 (``generation/logits_process.py``), except that pads are never part of a history: an answer
-must not depend on its partners in the batch.
+Each function returns a processor ``(scores float32 [R, V], context) -> scores`` that changes the scores in place.
+Formulas are those of transformers 5.24 (``generation/logits_process.py``), except that pads are never part of a
+history: an answer must not depend on its partners in the batch.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from mindformers_ext.generate.context import Processor, StepContext
 from mindformers_ext.generate.plugins import call_processor
 from mindformers_ext.generate.warpers import Warpers, build_warpers
 
-__all__ = ["Processor", "ProcessorList", "StepContext", "build_processors"]
+__all__ = ["Processor", "ProcessorList", "StepContext", "build_processors", "check_token_ids"]
 
 
 class ProcessorList:
@@ -49,7 +49,7 @@ def build_processors(config: GenerationConfig, vocab_size: int) -> ProcessorList
     Raises:
         ValueError: an option names a token id that is not below ``vocab_size``.
     """
-    _check_ids(config, vocab_size)
+    check_token_ids(config, vocab_size)
     processors = list(_penalties(config, vocab_size))
     processors += [penalties.custom(call_processor, plugin, config.filler) for plugin in config.logits_processor]
     warpers = build_warpers(config)
@@ -59,7 +59,7 @@ def build_processors(config: GenerationConfig, vocab_size: int) -> ProcessorList
 def _penalties(config: GenerationConfig, vocab_size: int) -> Iterator[Processor]:
     eos = tuple(token for token in config.eos_token_ids if token < vocab_size)
     if config.sequence_bias is not None:
-        yield penalties.sequence_bias([(ids, bias) for ids, bias in config.sequence_bias], vocab_size)
+        yield penalties.sequence_bias(config.biases, vocab_size)
     if config.repetition_penalty != 1.0:
         yield penalties.repetition_penalty(config.repetition_penalty)
     if config.no_repeat_ngram_size > 0:
@@ -76,7 +76,8 @@ def _penalties(config: GenerationConfig, vocab_size: int) -> Iterator[Processor]
     if config.remove_invalid_values:
         yield penalties.remove_invalid_values
     if config.exponential_decay_length_penalty is not None and eos:
-        yield penalties.exponential_decay(*config.exponential_decay_length_penalty, eos)
+        start, factor = config.exponential_decay_length_penalty
+        yield penalties.exponential_decay(int(start), factor, eos)
     if config.suppress_tokens is not None:
         yield penalties.ban(config.suppress_tokens)
     if config.begin_suppress_tokens is not None:
@@ -88,10 +89,10 @@ def _at_last_token(config: GenerationConfig, context: StepContext) -> np.ndarray
     return context.new_lengths == budgets - 1
 
 
-def _check_ids(config: GenerationConfig, vocab_size: int) -> None:
+def check_token_ids(config: GenerationConfig, vocab_size: int) -> None:
     """Refuses ids that the model does not have. EOS ids are not among them: one that never comes does no harm."""
     used = {
-        "sequence_bias": [token for ids, _ in config.sequence_bias or () for token in ids],
+        "sequence_bias": [token for ids, _ in config.biases for token in ids],
         "bad_words_ids": [token for word in config.bad_words_ids or () for token in word],
         "forced_eos_token_id": config.forced_eos_token_ids,
         "suppress_tokens": config.suppress_tokens or (),
@@ -101,6 +102,6 @@ def _check_ids(config: GenerationConfig, vocab_size: int) -> None:
     for name, ids in used.items():
         outside = sorted({token for token in ids if token >= vocab_size})
         if outside:
-            problems.append(f"{name}: {outside} are not among the model's {vocab_size} token ids (0 to {vocab_size - 1})")
+            problems.append(f"{name}: {outside} are not among the model's token ids 0 to {vocab_size - 1}")
     if problems:
         raise ValueError("; ".join(problems))

@@ -44,10 +44,9 @@ def sample(scores: np.ndarray, context: StepContext, seed: int) -> np.ndarray:
 def _draw(scores: np.ndarray, keys: np.ndarray) -> np.ndarray:
     check_finite(scores.max(axis=1))
     columns = np.arange(scores.shape[1])[None]
-    candidates = scores > -np.inf
-    if 4 * candidates.sum(axis=1).max() <= scores.shape[1]:
-        columns, valid = warpers.positions(candidates)
-        scores = np.where(valid, np.take_along_axis(scores, columns, 1), -np.inf)
+    candidates = warpers.few_candidates(scores)
+    if candidates is not None:
+        scores, columns = warpers.narrowed(scores, *candidates), candidates[0]
     chosen = np.empty(len(scores), np.int64)
     rows = max(1, _CHUNK // scores.shape[1])
     for start in range(0, len(scores), rows):
@@ -76,7 +75,7 @@ def _race(scores: np.ndarray, keys: np.ndarray, tokens: np.ndarray) -> np.ndarra
 
 
 def top_k_sample(logits: np.ndarray, top_k: int, temperature: float = 1.0, seed: int = 0, step: int = 0) -> np.ndarray:
-    """Draws ids int64 ``[B]`` from the ``top_k`` highest of ``[B, V]``; 0 takes all. Row ``i`` counts as record ``i``."""
+    """Draws ids int64 ``[B]`` from the ``top_k`` highest of ``[B, V]``; 0 takes all. Row ``i`` is record ``i``."""
     scores = warpers.temperature(logits.astype(np.float32), temperature)
     return _sample_rows(warpers.top_k(scores, top_k) if top_k > 0 else scores, seed, step)
 
@@ -84,7 +83,7 @@ def top_k_sample(logits: np.ndarray, top_k: int, temperature: float = 1.0, seed:
 def top_p_sample(
     logits: np.ndarray, top_p: float, temperature: float = 1.0, seed: int = 0, step: int = 0
 ) -> np.ndarray:
-    """Draws ids int64 ``[B]`` from the smallest set of mass ``top_p``. Row ``i`` of ``[B, V]`` counts as record ``i``."""
+    """Draws ids int64 ``[B]`` from the smallest set of mass ``top_p`` of ``[B, V]``. Row ``i`` is record ``i``."""
     scores = warpers.temperature(logits.astype(np.float32), temperature)
     return _sample_rows(warpers.top_p(scores, top_p) if top_p < 1.0 else scores, seed, step)
 

@@ -22,7 +22,8 @@ class Timings:
 class RunSummary:
     """Counts of one run. `errors` counts by class, `finish_reasons` by the reason why an answer ended.
 
-    Tokens are those of answered records; `wall_seconds` is from the first record read to the last row written.
+    Tokens are those of answered records; `wall_seconds` is from the first record read to the last row written; `seed`
+    is that of sampling, None in other modes.
     """
 
     errors: Counter[str] = field(default_factory=Counter)
@@ -30,6 +31,7 @@ class RunSummary:
     prompt_tokens: int = 0
     new_tokens: int = 0
     wall_seconds: float = 0.0
+    seed: int | None = None
 
     @property
     def num_answers(self) -> int:
@@ -64,6 +66,8 @@ def format_summary(summary: RunSummary, timings: Timings | None = None) -> list[
         f"errors: {summary.num_errors}{_counts(summary.errors)}",
         f"tokens: {summary.prompt_tokens} prompt, {summary.new_tokens} new; wall time: {summary.wall_seconds:.1f} s",
     ]
+    if summary.seed is not None:
+        lines.append(f"seed of sampling: {summary.seed}; generation.seed: {summary.seed} repeats this run")
     if timings is not None:
         lines.append(
             f"prefill: {_rate(timings.prefill_tokens, timings.prefill_seconds)}, "
