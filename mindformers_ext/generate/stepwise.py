@@ -1,0 +1,119 @@
+"""Greedy decoding and sampling: one token of each row a step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mindformers_ext.generate.configuration import GenerationConfig
+from mindformers_ext.generate.forward import BatchForward
+from mindformers_ext.generate.logprobs import as_lists, record_logprobs
+from mindformers_ext.generate.processors import StepContext, build_processors
+from mindformers_ext.generate.rows import GeneratedRow, Rows
+from mindformers_ext.generate.sampler import greedy_sample, sample
+from mindformers_ext.generate.stats import GenerationStats
+from mindformers_ext.generate.stopping import REASONS, RUNNING, Stopping, Verdict
+from mindformers_ext.generate.streamers import Streamer
+
+
+def choose_tokens(
+    forward: BatchForward,
+    rows: Rows,
+    config: GenerationConfig,
+    stopping: Stopping,
+    stats: GenerationStats,
+    streamer: Streamer | None = None,
+) -> list[GeneratedRow]:
+    """Runs a batch to its end.
+
+    Args:
+        forward: the batch, nothing of it run yet.
+        rows: its rows.
+        config: options; ``num_return_sequences`` answers are sampled for each row.
+        stopping: ends rows.
+        stats: is added to.
+        streamer: is given the tokens of each step; a finished row's are pads.
+
+    Returns:
+        The answers, those of one prompt after each other.
+    """
+    with stats.prefill(int(rows.prompt_lengths.sum())):
+        logits = forward.prefill()
+    if config.num_return_sequences > 1:
+        copies = np.repeat(np.arange(len(rows)), config.num_return_sequences)
+        forward.select(copies)
+        logits, rows = logits[copies], rows.repeated(config.num_return_sequences)
+    processors = build_processors(config, logits.shape[1])
+    answers = _Answers(len(rows), int(rows.budgets.max()), config)
+    while True:
+        with stats.decode():
+            context = rows.context()
+            scores = processors(logits, context)
+            chosen = _choose(scores, context, config)
+            answers.record(rows, logits, chosen)
+            rows.append(chosen)
+            stats.decode_tokens += len(rows)
+            if streamer is not None:
+                streamer.put(answers.column(rows, chosen))
+            verdict = stopping.check(chosen, rows.step, rows.budgets, rows.context, lambda scores=scores: scores)
+            running = np.flatnonzero(verdict.codes == RUNNING)
+            if len(running) < len(rows):
+                answers.finish(rows, verdict)
+                if not len(running):
+                    return answers.rows
+                rows, chosen = rows.select(running), chosen[running]
+                forward.select(running)
+            logits = forward.step(chosen)
+
+
+def _choose(scores: np.ndarray, context: StepContext, config: GenerationConfig) -> np.ndarray:
+    return sample(scores, context, config.seed) if config.do_sample else greedy_sample(scores)
+
+
+class _Answers:
+    """What the rows got so far, by their numbers at the start."""
+
+    def __init__(self, num_rows: int, room: int, config: GenerationConfig) -> None:
+        self._found: list[GeneratedRow | None] = [None] * num_rows
+        self._filler = config.filler
+        self._count = config.output_logprobs
+        self._room = room
+        self._records: dict[str, np.ndarray] = {}
+
+    @property
+    def rows(self) -> list[GeneratedRow]:
+        """The answers of all rows, once they are finished."""
+        return [row for row in self._found if row is not None]
+
+    def column(self, rows: Rows, chosen: np.ndarray) -> np.ndarray:
+        """One step's tokens of all rows, int64 ``[R at the start]``; pads for those that are finished."""
+        column = np.full(len(self._found), self._filler, np.int64)
+        column[rows.origins] = chosen
+        return column
+
+    def record(self, rows: Rows, logits: np.ndarray, chosen: np.ndarray) -> None:
+        """Notes log-probabilities of the tokens that `rows` are about to get."""
+        if self._count is None:
+            return
+        for name, values in record_logprobs(logits, chosen, self._count).items():
+            if name not in self._records:
+                shape = (len(self._found), self._room, *values.shape[1:])
+                self._records[name] = np.zeros(shape, values.dtype)
+            self._records[name][rows.origins, rows.step] = values
+
+    def finish(self, rows: Rows, verdict: Verdict) -> None:
+        """Takes the answers of the rows that `verdict` ends."""
+        tokens = rows.new_tokens()
+        for row in np.flatnonzero(verdict.codes != RUNNING).tolist():
+            reason = REASONS[verdict.codes[row]]
+            assert reason is not None
+            match = verdict.matches.get(row)
+            origin = int(rows.origins[row])
+            records = {name: values[origin, : rows.step] for name, values in self._records.items()}
+            self._found[origin] = GeneratedRow(
+                token_ids=tokens[row].tolist(),
+                finish_reason=reason,
+                stop_string=None if match is None else match.text,
+                stop_position=None if match is None else match.position,
+                sequence_idx=int(rows.sequence_ids[row]),
+                **(as_lists(**records) if records else {}),
+            )
