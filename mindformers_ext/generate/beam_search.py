@@ -261,7 +261,9 @@ class _Search:
             origins = self._prompts.origins[done][found < count].tolist()
             raise FloatingPointError(f"fewer than {count} sequences of rows {origins} have a finite score")
         for prompt in done.tolist():
-            rows = [self._answer({name: values[prompt, i] for name, values in finished.items()}, i) for i in range(count)]
+            rows = [
+                self._answer({name: values[prompt, i] for name, values in finished.items()}, i) for i in range(count)
+            ]
             self._answers[self._prompts.origins[prompt]] = rows
 
     def _answer(self, beam: State, index: int) -> GeneratedRow:

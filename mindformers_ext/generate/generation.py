@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,11 +31,14 @@ class GenerateOutput:
         sequences: int32 ``[B * num_return_sequences, longest]``: real prompt, new tokens, pads.
         sequences_scores: float32 ``[B * num_return_sequences]`` of beams, best first; None otherwise.
         rows: what each row got: reasons, stop strings and, if asked for, log-probabilities.
+        scores: with output_scores the scores after the processors of each step, float32
+            ``[B * num_return_sequences, V]``; nan for a row that was finished by then. None otherwise.
     """
 
     sequences: Tensor
     sequences_scores: Tensor | None
     rows: list[GeneratedRow]
+    scores: list[np.ndarray] | None = None
 
 
 def generate(
@@ -67,7 +71,8 @@ def generate(
     """
     config = generation_config or GenerationConfig()
     prompts = _prompts(input_ids, attention_mask)
-    answers = generate_rows(model, prompts, config, decode=decode, streamer=streamer)
+    step_scores: list[np.ndarray] | None = [] if config.output_scores and config.return_dict_in_generate else None
+    answers = generate_rows(model, prompts, config, decode=decode, streamer=streamer, step_scores=step_scores)
     rows = [prompts[i // config.num_return_sequences] + answer.token_ids for i, answer in enumerate(answers)]
     result = np.full((len(rows), max(map(len, rows))), config.filler, np.int32)
     for index, row in enumerate(rows):
@@ -78,7 +83,7 @@ def generate(
     scores = None
     if config.num_beams > 1:
         scores = Tensor.from_numpy(np.array([answer.score for answer in answers], np.float32))
-    return GenerateOutput(sequences, scores, answers)
+    return GenerateOutput(sequences, scores, answers, step_scores)
 
 
 def generate_rows(
@@ -90,6 +95,7 @@ def generate_rows(
     record_ids: Sequence[int] | None = None,
     decode: DecodeNew | None = None,
     streamer: Streamer | None = None,
+    step_scores: list[np.ndarray] | None = None,
 ) -> list[GeneratedRow]:
     """Extends each prompt; an answer does not depend on the other prompts of the batch.
 
@@ -101,6 +107,7 @@ def generate_rows(
         record_ids: index of each prompt's record, which sampling draws its noise from; None counts from 0.
         decode: see `generate`.
         streamer: see `generate`.
+        step_scores: see `choose_tokens`.
 
     Returns:
         ``config.num_return_sequences`` rows for each prompt, one prompt after the other.
@@ -111,24 +118,25 @@ def generate_rows(
     """
     stats = GenerationStats() if stats is None else stats
     if config.do_sample and config.seed is None:
-        config = config.updated(seed=fresh_seed())
+        config = copy.copy(config)
+        config.seed = fresh_seed()
     stopping = Stopping(config, decode)
     rows = Rows(prompts, range(len(prompts)) if record_ids is None else record_ids, _budgets(prompts, config))
+    if config.num_beams > 1 and streamer is not None:
+        raise ValueError("a streamer cannot be used with num_beams > 1: beams are not final before the end")
+    if config.num_beams > 1 and step_scores is not None:
+        raise ValueError("output_scores cannot be used with num_beams > 1; use output_logprobs")
     if streamer is not None:
-        if config.num_beams > 1:
-            raise ValueError("a streamer cannot be used with num_beams > 1: beams are not final before the end")
         streamer.put(left_pad(prompts, config.filler)[0])
     training = bool(getattr(model, "training", False))
     model.set_train(False)
     try:
         with ms._no_grad():
-            forward = BatchForward(
-                model, prompts, int(rows.budgets.max()), config.use_cache, config.prefill_chunk_size
-            )
+            forward = BatchForward(model, prompts, int(rows.budgets.max()), config.use_cache, config.prefill_chunk_size)
             try:
                 if config.num_beams > 1:
                     return search_beams(forward, rows, config, stopping, stats)
-                return choose_tokens(forward, rows, config, stopping, stats, streamer)
+                return choose_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
             finally:
                 forward.close()
     finally:
@@ -141,7 +149,9 @@ def _budgets(prompts: Sequence[Sequence[int]], config: GenerationConfig) -> list
     budgets = [config.row_budget(len(prompt)) for prompt in prompts]
     full = [row for row, budget in enumerate(budgets) if budget < 1]
     if full:
-        raise ValueError(f"max_length {config.max_length} leaves no room for a new token after the prompts of rows {full}")
+        raise ValueError(
+            f"max_length {config.max_length} leaves no room for a new token after the prompts of rows {full}"
+        )
     return budgets
 
 

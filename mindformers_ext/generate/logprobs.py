@@ -32,7 +32,6 @@ def record_logprobs(logits: np.ndarray, chosen: np.ndarray, count: int) -> Recor
 def as_lists(logprobs: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray) -> dict[str, list]:
     """The fields of a `GeneratedRow` from one row's records ``[T]``, ``[T, n]`` and ``[T, n]``."""
     pairs = [
-        list(zip(ids, values, strict=True))
-        for ids, values in zip(top_ids.tolist(), top_logprobs.tolist(), strict=True)
+        list(zip(ids, values, strict=True)) for ids, values in zip(top_ids.tolist(), top_logprobs.tolist(), strict=True)
     ]
     return {"logprobs": logprobs.tolist(), "top_logprobs": pairs}

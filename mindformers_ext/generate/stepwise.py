@@ -14,6 +14,8 @@ from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.generate.stopping import REASONS, RUNNING, Stopping, Verdict
 from mindformers_ext.generate.streamers import Streamer
 
+_MOST_SCORES = 2**31  # bytes that output_scores may keep
+
 
 def choose_tokens(
     forward: BatchForward,
@@ -22,6 +24,7 @@ def choose_tokens(
     stopping: Stopping,
     stats: GenerationStats,
     streamer: Streamer | None = None,
+    step_scores: list[np.ndarray] | None = None,
 ) -> list[GeneratedRow]:
     """Runs a batch to its end.
 
@@ -32,6 +35,8 @@ def choose_tokens(
         stopping: ends rows.
         stats: is added to.
         streamer: is given the tokens of each step; a finished row's are pads.
+        step_scores: is appended the scores after the processors of each step, float32 ``[R, V]``; a finished row's are
+            nan.
 
     Returns:
         The answers, those of one prompt after each other.
@@ -43,6 +48,8 @@ def choose_tokens(
         forward.select(copies)
         logits, rows = logits[copies], rows.repeated(config.num_return_sequences)
     processors = build_processors(config, logits.shape[1])
+    if step_scores is not None:
+        _check_room(logits, rows)
     answers = _Answers(len(rows), int(rows.budgets.max()), config)
     while True:
         with stats.decode():
@@ -50,10 +57,12 @@ def choose_tokens(
             scores = processors(logits, context)
             chosen = _choose(scores, context, config)
             answers.record(rows, logits, chosen)
+            if step_scores is not None:
+                step_scores.append(answers.spread(rows, scores, np.nan))
             rows.append(chosen)
             stats.decode_tokens += len(rows)
             if streamer is not None:
-                streamer.put(answers.column(rows, chosen))
+                streamer.put(answers.spread(rows, chosen, config.filler))
             verdict = stopping.check(chosen, rows.step, rows.budgets, rows.context, lambda scores=scores: scores)
             running = np.flatnonzero(verdict.codes == RUNNING)
             if len(running) < len(rows):
@@ -69,12 +78,20 @@ def _choose(scores: np.ndarray, context: StepContext, config: GenerationConfig) 
     return sample(scores, context, config.seed) if config.do_sample else greedy_sample(scores)
 
 
+def _check_room(logits: np.ndarray, rows: Rows) -> None:
+    needed = logits.size * 4 * int(rows.budgets.max())
+    if needed > _MOST_SCORES:
+        raise ValueError(
+            f"output_scores would need {needed / 2**30:.1f} GiB ({len(rows)} rows, {logits.shape[1]} tokens, "
+            f"{int(rows.budgets.max())} steps), more than {_MOST_SCORES / 2**30:.0f}; use output_logprobs"
+        )
+
+
 class _Answers:
     """What the rows got so far, by their numbers at the start."""
 
     def __init__(self, num_rows: int, room: int, config: GenerationConfig) -> None:
         self._found: list[GeneratedRow | None] = [None] * num_rows
-        self._filler = config.filler
         self._count = config.output_logprobs
         self._room = room
         self._records: dict[str, np.ndarray] = {}
@@ -84,11 +101,11 @@ class _Answers:
         """The answers of all rows, once they are finished."""
         return [row for row in self._found if row is not None]
 
-    def column(self, rows: Rows, chosen: np.ndarray) -> np.ndarray:
-        """One step's tokens of all rows, int64 ``[R at the start]``; pads for those that are finished."""
-        column = np.full(len(self._found), self._filler, np.int64)
-        column[rows.origins] = chosen
-        return column
+    def spread(self, rows: Rows, values: np.ndarray, filler: float) -> np.ndarray:
+        """One step's ``values`` ``[R, ...]`` of `rows` among all rows at the start; ``filler`` for the finished ones."""
+        everything = np.full((len(self._found), *values.shape[1:]), filler, values.dtype)
+        everything[rows.origins] = values
+        return everything
 
     def record(self, rows: Rows, logits: np.ndarray, chosen: np.ndarray) -> None:
         """Notes log-probabilities of the tokens that `rows` are about to get."""

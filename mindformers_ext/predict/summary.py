@@ -20,23 +20,19 @@ class Timings:
 
 @dataclass
 class RunSummary:
-    """Counts of one run. `errors` counts by class, `finish_reasons` by the reason why an answer ended.
+    """Counts of one run. `errors` counts by class, `finish_reasons` counts sequences by the reason why they ended.
 
-    Tokens are those of answered records; `wall_seconds` is from the first record read to the last row written; `seed`
+    `num_answers` is the number of answered records, and tokens are theirs; `wall_seconds` is from the first record read to the last row written; `seed`
     is that of sampling, None in other modes.
     """
 
+    num_answers: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     new_tokens: int = 0
     wall_seconds: float = 0.0
     seed: int | None = None
-
-    @property
-    def num_answers(self) -> int:
-        """How many records have an answer."""
-        return self.finish_reasons.total()
 
     @property
     def num_errors(self) -> int:
@@ -48,10 +44,14 @@ class RunSummary:
         """How many records the input had."""
         return self.num_answers + self.num_errors
 
-    def add_answer(self, num_prompt_tokens: int, num_new_tokens: int, finish_reason: str) -> None:
+    def add_answer(self, num_prompt_tokens: int) -> None:
         """Counts an answered record."""
-        self.finish_reasons[finish_reason] += 1
+        self.num_answers += 1
         self.prompt_tokens += num_prompt_tokens
+
+    def add_sequence(self, num_new_tokens: int, finish_reason: str) -> None:
+        """Counts one of an answered record's sequences."""
+        self.finish_reasons[finish_reason] += 1
         self.new_tokens += num_new_tokens
 
     def add_error(self, error: RecordError) -> None:

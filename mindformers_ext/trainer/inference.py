@@ -31,10 +31,43 @@ def build_inference_tokenizer(config: TrainConfig) -> Tokenizer:
 
 
 def generate_batch(
-    model: Any, prompts: Sequence[Sequence[int]], config: GenerationConfig, stats: GenerationStats
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    stats: GenerationStats,
+    record_ids: Sequence[int] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> list[Completion]:
-    """Answers one batch of tokenised prompts."""
-    return [Completion(row.token_ids, row.finish_reason) for row in generate_rows(model, prompts, config, stats)]
+    """Answers one batch of tokenised prompts, with ``config.num_return_sequences`` completions for each.
+
+    Args:
+        model: meets the contract of `mindformers_ext.generate.generate`.
+        prompts: token ids of each.
+        config: options of decoding.
+        stats: is added to.
+        record_ids: index of each prompt's record; None counts from 0.
+        tokenizer: needed for stop strings.
+    """
+
+    def decode(prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
+        assert tokenizer is not None
+        return tokenizer.decode_new(prompt_ids, new_ids, skip_special_tokens=False)
+
+    rows = generate_rows(
+        model, prompts, config, stats, record_ids=record_ids, decode=None if tokenizer is None else decode
+    )
+    return [
+        Completion(
+            token_ids=row.token_ids,
+            finish_reason=row.finish_reason,
+            stop_string=row.stop_string,
+            stop_position=row.stop_position,
+            score=row.score,
+            logprobs=row.logprobs,
+            top_logprobs=row.top_logprobs,
+        )
+        for row in rows
+    ]
 
 
 def generate_from_records(
@@ -58,7 +91,8 @@ def generate_from_records(
     return run_generation(
         records,
         tokenizer,
-        lambda prompts, _: generate_batch(model, prompts, config, stats),
+        lambda prompts, indices: generate_batch(model, prompts, config, stats, indices, tokenizer),
         max_new_tokens=config.max_new_tokens,
+        num_sequences=config.num_return_sequences,
         **options,
     )
