@@ -34,8 +34,8 @@ def row_keys(seed: int, record_ids: np.ndarray, sequence_ids: np.ndarray, step: 
 def exponential(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Exponentially distributed noise float64 ``[R, N]`` of ``tokens`` ``[R, N]`` or ``[N]``.
 
-    ``keys`` are those of the rows, uint64 ``[R]``. The token with the greatest ``score - ln(noise)`` is a draw from softmax(scores): the Gumbel-max trick. The ``k``
-    greatest are a draw of k tokens without replacement.
+    ``keys`` are those of the rows, uint64 ``[R]``. The token with the greatest ``score - ln(noise)`` is a draw from
+    softmax(scores): the Gumbel-max trick. The ``k`` greatest are a draw of k tokens without replacement.
     """
     return -np.log(uniform(keys, tokens))
 

@@ -134,10 +134,13 @@ def exponential_decay(start: int, factor: float, eos: Sequence[int]) -> Processo
     columns = np.unique(np.array(eos, np.int64))
 
     def process(scores: np.ndarray, context: StepContext) -> np.ndarray:
-        over = np.maximum(context.new_lengths - start, 0)
-        ends = scores[:, columns]
-        raised = ends + np.abs(ends) * (factor ** over[:, None] - 1)
-        scores[:, columns] = np.where(np.isfinite(ends), raised, ends)
+        over = np.maximum(context.new_lengths - start, 0)[:, None]
+        with np.errstate(over="ignore"):
+            growth = np.minimum(np.float64(factor) ** over - 1, np.finfo(np.float32).max)
+        ends = scores[:, columns].astype(np.float64)
+        finite = np.isfinite(ends)
+        raised = np.where(finite, ends, 0) * np.where(ends < 0, 1 - growth, 1 + growth)
+        scores[:, columns] = np.where(finite, np.minimum(raised, np.finfo(np.float32).max), ends)
         return scores
 
     return process

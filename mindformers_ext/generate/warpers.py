@@ -4,8 +4,8 @@ Each takes scores float32 ``[R, N]``, changes them in place and returns them; a 
 token (``min_keep``) of a row with a finite score stays. No warper looks at token ids, so all of them work on the
 candidates that an earlier one has left, in the order of their ids.
 
-Formulas are those of transformers 5.24. A comparison with a bound on probabilities has a tolerance of 1e-6 of that bound,
-so that a token that lies on the bound by arithmetic is on the side where it belongs, whatever the rounding.
+Formulas are those of transformers 5.24. A comparison with a bound on probabilities has a tolerance of 1e-6 of that
+bound, so that a token that lies on the bound by arithmetic is on the side where it belongs, whatever the rounding.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class Timings:
 class RunSummary:
     """Counts of one run. `errors` counts by class, `finish_reasons` counts sequences by the reason why they ended.
 
-    `num_answers` is the number of answered records, and tokens are theirs; `wall_seconds` is from the first record read to the last row written; `seed`
-    is that of sampling, None in other modes.
+    `num_answers` is the number of answered records, and tokens are theirs; `wall_seconds` is from the first record read
+    to the last row written; `seed` is that of sampling, None in other modes.
     """
 
     num_answers: int = 0

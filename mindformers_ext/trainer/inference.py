@@ -8,6 +8,7 @@ from typing import Any
 from mindformers_ext.checkpoint import model_files_folder
 from mindformers_ext.config import TrainConfig
 from mindformers_ext.generate import GenerationConfig, GenerationStats, generate_rows
+from mindformers_ext.generate.configuration import DEFAULT_MAX_NEW_TOKENS
 from mindformers_ext.predict import Completion, Record, RunResult, Tokenizer, run_generation
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 
@@ -92,7 +93,7 @@ def generate_from_records(
         records,
         tokenizer,
         lambda prompts, indices: generate_batch(model, prompts, config, stats, indices, tokenizer),
-        max_new_tokens=config.max_new_tokens,
+        max_new_tokens=config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
         num_sequences=config.num_return_sequences,
         **options,
     )
