@@ -1,16 +1,18 @@
 """Beam search and beam sampling, with the results of transformers' or of vLLM's definition.
 
-A beam's score is the sum of the log-probabilities of its new tokens, after the processors. A finished beam's score is that
-sum / length^length_penalty; see docs/generation.md for the two definitions.
+A running beam's score is the sum of the log-probabilities of its new tokens, after the processors; a finished beam's is
+that sum / length^length_penalty. docs/generation.md has the two definitions.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
-from mindformers_ext.generate.logprobs import as_lists
+from mindformers_ext.generate.logprobs import as_fields
 from mindformers_ext.generate.noise import exponential, row_keys
 from mindformers_ext.generate.processors import StepContext, build_processors
 from mindformers_ext.generate.rows import GeneratedRow, Rows
@@ -266,7 +268,7 @@ class _Search:
             ]
             self._answers[self._prompts.origins[prompt]] = rows
 
-    def _answer(self, beam: State, index: int) -> GeneratedRow:
+    def _answer(self, beam: dict[str, Any], index: int) -> GeneratedRow:
         length, match, reason = int(beam["lengths"]), beam["matches"], REASONS[beam["codes"]]
         assert reason is not None
         records = {name: beam[name][:length] for name in self._histories if name != "tokens"}
@@ -277,7 +279,7 @@ class _Search:
             stop_position=None if match is None else match.position,
             sequence_idx=index,
             score=float(beam["scores"]),
-            **(as_lists(**records) if records else {}),
+            **as_fields(records),
         )
 
     def _drop(self, alive: np.ndarray) -> None:

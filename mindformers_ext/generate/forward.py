@@ -48,8 +48,8 @@ class BatchForward:
         missing = [name for name in ("attention_mask", "position_ids") if name not in self._accepts]
         if self._padded and missing:
             raise ValueError(
-                f"{type(model).__name__}.construct takes no {' and no '.join(missing)}, so its prompts must be of equal "
-                "length or given one at a time"
+                f"{type(model).__name__}.construct takes no {' and no '.join(missing)}, so its prompts must be of "
+                "equal length or given one at a time"
             )
         self._chunk_size = chunk_size
         rows, length = self._ids.shape

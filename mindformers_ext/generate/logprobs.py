@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from mindformers_ext.generate.topk import log_sum_exp, top_candidates
@@ -29,9 +31,12 @@ def record_logprobs(logits: np.ndarray, chosen: np.ndarray, count: int) -> Recor
     }
 
 
-def as_lists(logprobs: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray) -> dict[str, list]:
-    """The fields of a `GeneratedRow` from one row's records ``[T]``, ``[T, n]`` and ``[T, n]``."""
-    pairs = [
-        list(zip(ids, values, strict=True)) for ids, values in zip(top_ids.tolist(), top_logprobs.tolist(), strict=True)
-    ]
-    return {"logprobs": logprobs.tolist(), "top_logprobs": pairs}
+def as_fields(records: Recorded) -> dict[str, Any]:
+    """The fields of a `GeneratedRow` from one row's records ``[T]``, ``[T, n]`` and ``[T, n]``, or from none."""
+    if not records:
+        return {}
+    pairs = zip(records["top_ids"].tolist(), records["top_logprobs"].tolist(), strict=True)
+    return {
+        "logprobs": records["logprobs"].tolist(),
+        "top_logprobs": [list(zip(ids, values, strict=True)) for ids, values in pairs],
+    }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
-from mindformers_ext.generate.logprobs import as_lists, record_logprobs
+from mindformers_ext.generate.logprobs import as_fields, record_logprobs
 from mindformers_ext.generate.processors import StepContext, build_processors
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.sampler import greedy_sample, sample
@@ -63,7 +65,7 @@ def choose_tokens(
             stats.decode_tokens += len(rows)
             if streamer is not None:
                 streamer.put(answers.spread(rows, chosen, config.filler))
-            verdict = stopping.check(chosen, rows.step, rows.budgets, rows.context, lambda scores=scores: scores)
+            verdict = stopping.check(chosen, rows.step, rows.budgets, rows.context, _constant(scores))
             running = np.flatnonzero(verdict.codes == RUNNING)
             if len(running) < len(rows):
                 answers.finish(rows, verdict)
@@ -75,7 +77,14 @@ def choose_tokens(
 
 
 def _choose(scores: np.ndarray, context: StepContext, config: GenerationConfig) -> np.ndarray:
-    return sample(scores, context, config.seed) if config.do_sample else greedy_sample(scores)
+    if not config.do_sample:
+        return greedy_sample(scores)
+    assert config.seed is not None
+    return sample(scores, context, config.seed)
+
+
+def _constant(scores: np.ndarray) -> Callable[[], np.ndarray]:
+    return lambda: scores
 
 
 def _check_room(logits: np.ndarray, rows: Rows) -> None:
@@ -102,7 +111,7 @@ class _Answers:
         return [row for row in self._found if row is not None]
 
     def spread(self, rows: Rows, values: np.ndarray, filler: float) -> np.ndarray:
-        """One step's ``values`` ``[R, ...]`` of `rows` among all rows at the start; ``filler`` for the finished ones."""
+        """One step's ``values`` ``[R, ...]`` as those of all rows at the start; ``filler`` for the finished ones."""
         everything = np.full((len(self._found), *values.shape[1:]), filler, values.dtype)
         everything[rows.origins] = values
         return everything
@@ -132,5 +141,5 @@ class _Answers:
                 stop_string=None if match is None else match.text,
                 stop_position=None if match is None else match.position,
                 sequence_idx=int(rows.sequence_ids[row]),
-                **(as_lists(**records) if records else {}),
+                **as_fields(records),
             )

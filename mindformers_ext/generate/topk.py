@@ -10,8 +10,8 @@ _BLOCK = 256
 def top_candidates(scores: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the highest scores of each row, best first; of equal scores the lower index comes first.
 
-    Works on maxima of blocks: the ``count`` best elements of a row lie in the ``count`` blocks whose maxima are best (each
-    of those blocks alone has an element that precedes everything outside them), so one fast pass over the row is enough.
+    Works on maxima of blocks: the ``count`` best elements of a row lie in the ``count`` blocks whose maxima are best,
+    as each of those has an element that precedes everything outside them. So one fast pass over the row is enough.
 
     Args:
         scores: ``[R, N]`` without nan.

@@ -78,8 +78,8 @@ def run_generation(
         records: see `normalize_input`.
         tokenizer: makes ids of prompts and text of new ids.
         decode: takes the ids of at most `batch_size` prompts and the indices of their records, and returns the
-            completions in that order, `num_sequences` for each prompt. An exception means that some record of the batch is at fault; `MemoryError`
-            that the batch did not fit.
+            completions in that order, `num_sequences` for each prompt. An exception means that some record of the batch
+            is at fault; `MemoryError` that the batch did not fit.
         writer: takes the rows; None on ranks that do not write.
         batch_size: prompts in one call of `decode`.
         max_new_tokens: new ids a record may get; with its prompt they must fit into `max_length`.
