@@ -218,5 +218,6 @@ def test_greedy_decoding_runs_the_processors():
     table = bigram_table({BOS: [0.1, 0.1, 0.1, 0.5, 0.1, 0.1], A: [0.1, 0.1, 0.1, 0.5, 0.1, 0.1]})
     config = GenerationConfig(max_new_tokens=4)
     assert generate_rows(Bigram(table), [[BOS]], config)[0].token_ids == [A] * 4
-    penalised = generate_rows(Bigram(table), [[BOS]], config.updated(no_repeat_ngram_size=1))[0].token_ids
-    assert len(set(penalised)) == 4
+    for options in ({"no_repeat_ngram_size": 1}, {"repetition_penalty": 5.0}):
+        answer = generate_rows(Bigram(table), [[BOS]], config.updated(**options))[0].token_ids
+        assert len(set(answer)) > 1, options
