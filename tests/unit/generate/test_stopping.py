@@ -82,14 +82,14 @@ def test_a_stop_string_ends_the_row_it_is_in_whatever_its_place_in_the_batch():
     def decode(_, new):
         return "".join(digits[token] for token in new)
 
-    prompts = [[3], [1, 2, 3, 4, 5], [7, 7], [9, 1]]
+    prompts = [[3], [1, 2, 3, 4, 5], [7, 7], [5], [2, 8]]
     texts = [decode((), Sum.answer(prompt, 12)) for prompt in prompts]
-    strings = [texts[1][3:5], texts[3][6:8]]
+    strings = [texts[0][3:6], texts[3][6:9]]
     rows = run(prompts, Sum(), decode, max_new_tokens=12, stop_strings=strings)
     for row, text in zip(rows, texts, strict=True):
         cut = min((text.find(s) for s in strings if s in text), default=None)
         assert row.stop_position == cut
-        assert decode((), row.token_ids) == (text if cut is None else text[: cut + 2])
+        assert decode((), row.token_ids) == (text if cut is None else text[: cut + 3])
         assert row.finish_reason == ("length" if cut is None else "stop")
     assert {row.finish_reason for row in rows} == {"length", "stop"}
 

@@ -68,6 +68,15 @@ def test_write_slots_changes_the_buffer_in_place(random):
         np.testing.assert_array_equal(buffer.asnumpy(), expected)
 
 
+def test_move_rows_changes_the_slots_alone_and_can_swap_rows(random):
+    for implementation in (host, reference):
+        buffer, rows = random(4, 3, 8, 2), np.array([1, 0, 0, 3])
+        expected = buffer.asnumpy().copy()
+        expected[:, :, 2:6] = expected[rows][:, :, 2:6]
+        implementation.move_rows(buffer, rows, 2, 6)
+        np.testing.assert_array_equal(buffer.asnumpy(), expected)
+
+
 def test_swiglu_of_very_negative_gates_is_zero():
     x = Tensor(np.array([[-200.0, 3.0]], np.float32))
     assert host.swiglu(x).asnumpy().tolist() == [[0.0]]
