@@ -21,6 +21,7 @@ from mindformers_ext.generate.stepwise import choose_tokens
 from mindformers_ext.generate.stopping import DecodeNew, Stopping
 from mindformers_ext.generate.streamers import Streamer
 from mindformers_ext.generate.utils import left_pad
+from mindformers_ext.runtime import logger
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def generate_rows(
     if config.do_sample and config.seed is None:
         config = copy.copy(config)
         config.seed = fresh_seed()
+        logger.info("seed of sampling: %d", config.seed)
     stopping = Stopping(config, decode)
     rows = Rows(prompts, range(len(prompts)) if record_ids is None else record_ids, _budgets(prompts, config))
     if config.num_beams > 1 and streamer is not None:
