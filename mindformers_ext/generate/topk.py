@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-_BLOCK = 256
+_BLOCKS = (512, 32)
+_CACHED = 2**18  # elements of a block of rows that stay in a core's cache
 
 
 def top_candidates(scores: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -20,25 +21,27 @@ def top_candidates(scores: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarr
     Returns:
         Values ``[R, count]`` and their indices int64 ``[R, count]``.
     """
-    size = scores.shape[1]
-    count = min(count, size)
-    num_blocks = size // _BLOCK
-    if num_blocks <= 2 * count:
-        return _sorted(scores, np.broadcast_to(np.arange(size), scores.shape), count)
-    whole = num_blocks * _BLOCK
-    blocks = scores[:, :whole].reshape(len(scores), num_blocks, _BLOCK)
-    maxima = blocks.max(axis=2)
-    best = np.sort(np.argsort(-maxima, axis=1, kind="stable")[:, :count], axis=1)
-    indices = (best[:, :, None] * _BLOCK + np.arange(_BLOCK)).reshape(len(scores), -1)
-    tail = np.broadcast_to(np.arange(whole, size), (len(scores), size - whole))
-    indices = np.concatenate((indices, tail), axis=1)
-    return _sorted(np.take_along_axis(scores, indices, axis=1), indices, count)
-
-
-def _sorted(values: np.ndarray, indices: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    count = min(count, scores.shape[1])
+    indices = np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
+    values = scores
+    for size in _BLOCKS:
+        if values.shape[1] > 4 * count * size:
+            places = _in_best_blocks(values, count, size)
+            values, indices = (np.take_along_axis(array, places, axis=1) for array in (values, indices))
     # `indices` rise along a row, so a stable sort leaves equal scores in the order of their indices.
     order = np.argsort(-values, axis=1, kind="stable")[:, :count]
     return np.take_along_axis(values, order, axis=1), np.take_along_axis(indices, order, axis=1)
+
+
+def _in_best_blocks(values: np.ndarray, count: int, size: int) -> np.ndarray:
+    """Places int64 ``[R, M]``, rising, of the ``count`` best blocks of ``size`` and of what is left over at the end."""
+    num_rows, length = values.shape
+    whole = length // size * size
+    maxima = values[:, :whole].reshape(num_rows, -1, size).max(axis=2)
+    best = np.sort(np.argsort(-maxima, axis=1, kind="stable")[:, :count], axis=1)
+    places = (best[:, :, None] * size + np.arange(size)).reshape(num_rows, -1)
+    rest = np.broadcast_to(np.arange(whole, length), (num_rows, length - whole))
+    return np.concatenate((places, rest), axis=1)
 
 
 def log_sum_exp(scores: np.ndarray) -> np.ndarray:
@@ -49,9 +52,14 @@ def log_sum_exp(scores: np.ndarray) -> np.ndarray:
     """
     highest = scores.max(axis=1, keepdims=True)
     check_finite(highest[:, 0])
-    shifted = scores - highest
-    np.exp(shifted, out=shifted)
-    return highest + np.log(shifted.sum(axis=1, keepdims=True))
+    sums = np.empty_like(highest)
+    step = max(_CACHED // scores.shape[1], 1)
+    for start in range(0, len(scores), step):
+        rows = slice(start, start + step)
+        shifted = scores[rows] - highest[rows]
+        np.exp(shifted, out=shifted)
+        shifted.sum(axis=1, keepdims=True, out=sums[rows])
+    return highest + np.log(sums)
 
 
 def check_finite(best: np.ndarray) -> None:

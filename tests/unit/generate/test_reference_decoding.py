@@ -1,4 +1,4 @@
-"""Penalties, EOS lists and beams equal transformers on checkpoints that it wrote, alone and in one left-padded batch."""
+"""Penalties, EOS lists and beams equal transformers on checkpoints it wrote, alone and in one left-padded batch."""
 
 import functools
 import json
