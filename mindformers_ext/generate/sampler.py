@@ -68,7 +68,7 @@ def _race(scores: np.ndarray, keys: np.ndarray, tokens: np.ndarray) -> np.ndarra
     to_beat = np.take_along_axis(scores, best, 1) - np.log(-np.log(np.take_along_axis(draws, best, 1)))
     with np.errstate(over="ignore"):
         possible = 1.0 - draws <= np.exp(scores - to_beat) * (1.0 + 1e-6)
-    np.put_along_axis(possible, best, True, 1)
+    np.put_along_axis(possible, best, True, 1)  # scores beyond 1e14 swallow the noise
     values = np.full(scores.shape, -np.inf)
     values[possible] = scores[possible] - np.log(-np.log(draws[possible]))
     return values.argmax(axis=1)

@@ -21,8 +21,8 @@ from mindformers_ext.runtime import logger
 
 _FILE = "generation_config.json"
 _PLUGINS = ("logits_processor", "stopping_criteria")
-# What generation_config.json decides in every mode where the YAML is silent; sampling and beam options come on top in
-# their mode. It never chooses the mode, nor what is returned.
+# What generation_config.json decides where the YAML is silent, as far as it has an effect in the mode of the run. It never
+# chooses the mode, nor what is returned.
 _FILE_KEYS = (
     "repetition_penalty",
     "no_repeat_ngram_size",
@@ -38,6 +38,9 @@ _FILE_KEYS = (
     "min_length",
     "stop_strings",
     "max_time",
+    *SAMPLING_KEYS,
+    "length_penalty",
+    "early_stopping",
 )
 # Options of that file that would change answers and that nothing here implements.
 _UNKNOWN_FILE_KEYS = (
@@ -110,7 +113,7 @@ def resolve_generation(
 
     values: dict[str, Any] = {"max_new_tokens": max_new_tokens, **plugins}
     for name in _options(section):
-        if name not in origins and name in stored and name in _file_keys(section):
+        if name not in origins and name in stored and name in _FILE_KEYS:
             values[name], origins[name] = _stored_value(name, stored[name], path), _FILE
         elif name in origins or name in _ALWAYS_SHOWN or (section.do_sample and name in _SHOWN_IN_SAMPLING):
             values[name] = getattr(section, name)
@@ -138,14 +141,6 @@ def _options(section: GenerationSection) -> Iterator[str]:
     if section.num_beams == 1:
         idle.update(BEAM_KEYS)
     return (name for name in yaml_fields(GenerationSection) if name not in idle)
-
-
-def _file_keys(section: GenerationSection) -> tuple[str, ...]:
-    return (
-        *_FILE_KEYS,
-        *(SAMPLING_KEYS if section.do_sample else ()),
-        *(("length_penalty", "early_stopping") if section.num_beams > 1 else ()),
-    )
 
 
 def _stored_value(name: str, value: Any, path: Path | None) -> Any:

@@ -119,6 +119,11 @@ def test_extreme_scores_are_drawn_from_without_a_warning():
     assert drawn.tolist() == [0, 0]
 
 
+def test_scores_that_swallow_the_noise_still_give_the_best():
+    scores = rows_of([-1e17, -np.inf, 3e15], 2000)
+    assert set(sample(scores, context(*[[0]] * 2000), 1)) == {2}
+
+
 def test_two_equal_best_tokens_are_both_drawn_with_top_k_1_but_greedy_takes_the_lowest():
     scores = rows_of([0.0, 5.0, 5.0, 1.0], 50)
     assert set(top_k_sample(scores, 1, seed=3)) == {1, 2}
