@@ -21,8 +21,8 @@ from mindformers_ext.runtime import logger
 
 _FILE = "generation_config.json"
 _PLUGINS = ("logits_processor", "stopping_criteria")
-# What generation_config.json decides where the YAML is silent, as far as it has an effect in the mode of the run. It never
-# chooses the mode, nor what is returned.
+# What generation_config.json decides where the YAML is silent, as far as it has an effect in the mode of the run.
+# It never chooses the mode, nor what is returned.
 _FILE_KEYS = (
     "repetition_penalty",
     "no_repeat_ngram_size",
