@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import difflib
-import math
-import re
 import types
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
-from mindformers_ext.config.errors import KeyPath, Source, dotted, printable, show
+from mindformers_ext.config.errors import ConfigError, KeyPath, Source, dotted, joined, printable, show
+from mindformers_ext.config.generation import GenerationSection
 from mindformers_ext.config.schema import ModelSection, TrainConfig
-from mindformers_ext.config.section import OpenSection, Section, Unset, yaml_fields
+from mindformers_ext.config.section import OpenSection, Section, yaml_fields
+from mindformers_ext.config.values import EXPONENT_FORM, MismatchError, coerce
 
-# `1e-6` is text to YAML 1.1, which wants `1.0e-6`; with an exponent the user can only have meant a number.
-_EXPONENT_FORM = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,4}")
 _OWN_KEY_PREFIXES = ("x-", "x_")
 _TOP_LEVEL_EXTRA = {"eval_dataset"}  # read by MindSpore Transformers without being a field of its TrainConfig
 _TYPO_RATIO = 0.8  # an unknown key this close to a known one is a typing mistake even where free keys are allowed
-
-
-class _MismatchError(Exception):
-    """A value does not have the wanted type or range."""
 
 
 def build_config(tree: dict[Any, Any], source: Source) -> TrainConfig:
     """Builds the configuration from plain data.
 
     Raises:
-        ConfigError: an unknown key, a wrong type or a value out of range; the message names file, line and key.
+        ConfigError: unknown keys, wrong types or values out of range, all of them, a line each; the message names file,
+            line and key.
     """
     config = _build(TrainConfig, tree, (), source)
     assert isinstance(config, TrainConfig)
     return config
+
+
+def build_generation(options: dict[str, Any]) -> GenerationSection:
+    """Builds the `generation` section alone, from options that did not come from a file.
+
+    Raises:
+        ConfigError: see `build_config`.
+    """
+    section = _build(GenerationSection, options, ("generation",), Source())
+    assert isinstance(section, GenerationSection)
+    return section
 
 
 def _build(cls: type[Section], tree: Any, path: KeyPath, source: Source) -> Section:
@@ -46,12 +52,18 @@ def _build(cls: type[Section], tree: Any, path: KeyPath, source: Source) -> Sect
     hints = yaml_fields(cls)
     known: dict[str, Any] = {}
     extra: dict[Any, Any] = {}
+    errors: list[ConfigError] = []
     for key, value in tree.items():
-        if key in hints:
-            known[key] = _field(value, hints[key], (*path, key), source)
-        else:
-            _check_unknown_key(cls, key, path, source)
-            extra[key] = _with_numbers(value)
+        try:
+            if key in hints:
+                known[key] = _field(value, hints[key], (*path, key), source)
+            else:
+                _check_unknown_key(cls, key, path, source)
+                extra[key] = _with_numbers(value)
+        except ConfigError as error:
+            errors.append(error)
+    if errors:
+        raise joined(errors)
     if extra:
         known["extra"] = extra
     return cls(given=frozenset(tree) & hints.keys(), **known)
@@ -61,9 +73,9 @@ def _field(value: Any, hint: Any, path: KeyPath, source: Source) -> Any:
     section = next((part for part in (hint, *get_args(hint)) if _is_section(part)), None)
     if section is None:
         try:
-            return _coerce(value, hint)
-        except _MismatchError:
-            raise source.error(path, f"expected {_name(hint)}, got {show(value)}{_advice(value, hint)}") from None
+            return coerce(value, hint)
+        except MismatchError as error:
+            raise source.error(path, str(error)) from None
     if get_origin(hint) is list:
         if value is not None and not isinstance(value, list):
             raise source.error(path, f"expected a list of sections, got {show(value)}")
@@ -77,52 +89,9 @@ def _is_section(hint: Any) -> bool:
     return isinstance(hint, type) and get_origin(hint) is None and issubclass(hint, Section)
 
 
-def _coerce(value: Any, hint: Any) -> Any:
-    """`value` as an instance of `hint`, where only numbers change their type."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return value
-    if origin is Annotated:
-        result = _coerce(value, arguments[0])
-        if all(check.accepts(result) for check in arguments[1:]):
-            return result
-    elif origin in (Union, types.UnionType):
-        for option in arguments:
-            try:
-                return _coerce(value, option)
-            except _MismatchError:
-                continue
-    elif origin is Literal:
-        if isinstance(value, str) and value in arguments:
-            return value
-    elif origin is list:
-        if isinstance(value, list):
-            return [_coerce(item, arguments[0]) for item in value]
-    elif origin is dict:
-        if isinstance(value, dict):
-            return value
-    elif hint is int or hint is float:
-        return _number(value, hint)
-    elif type(value) is hint:
-        return value
-    raise _MismatchError
-
-
-def _number(value: Any, hint: type) -> int | float:
-    if isinstance(value, str) and _EXPONENT_FORM.fullmatch(value):
-        value = float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _MismatchError
-    if hint is float:
-        return float(value)
-    if value != int(value) or not -(2**63) <= value < 2**63:
-        raise _MismatchError
-    return int(value)
-
-
 def _with_numbers(value: Any) -> Any:
     """Free values, in which `1e-6` becomes a number like in the known fields."""
-    if isinstance(value, str) and _EXPONENT_FORM.fullmatch(value):
+    if isinstance(value, str) and EXPONENT_FORM.fullmatch(value):
         return float(value)
     if isinstance(value, list):
         return [_with_numbers(item) for item in value]
@@ -135,43 +104,6 @@ def _with_single_architecture(tree: dict[Any, Any]) -> dict[Any, Any]:
     """Hugging Face's config.json writes `architectures` as a list of one name."""
     names = tree.get("architectures")
     return {**tree, "architectures": names[0]} if isinstance(names, list) and len(names) == 1 else tree
-
-
-def _name(hint: Any) -> str:
-    """The name of a type in a message."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return " ".join([_name(arguments[0]), *(check.text for check in arguments[1:])])
-    if origin in (Union, types.UnionType):
-        return ", or ".join(_name(option) for option in arguments if not _is_unset(option))
-    if origin is Literal:
-        values = ", ".join(f"'{value}'" for value in arguments)
-        return values if len(arguments) == 1 else f"one of {values}"
-    if origin is list:
-        return "a list" if arguments[0] is Any else f"a list (each entry {_name(arguments[0])})"
-    if origin is dict:
-        return "a mapping"
-    return {bool: "true or false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}[hint]
-
-
-def _is_unset(hint: Any) -> bool:
-    return get_origin(hint) is Literal and get_args(hint) == (Unset.UNSET,)
-
-
-def _advice(value: Any, hint: Any) -> str:
-    """What to change when only the notation is wrong."""
-    name = _name(hint)
-    if value is None:
-        return "; leave the key out to get the default"
-    if isinstance(value, (bool, int, float)) and re.search(r"\btext\b|'", name):
-        return "; if it is meant as text, put it in quotes"
-    if isinstance(value, str) and re.search("true or false|integer|number", name) and _is_bare_scalar(value):
-        return "; remove the quotes"
-    return ""
-
-
-def _is_bare_scalar(text: str) -> bool:
-    return text in ("true", "false", "True", "False") or re.fullmatch(r"[-+]?\d+(\.\d*)?", text) is not None
 
 
 def _check_unknown_key(cls: type[Section], key: Any, path: KeyPath, source: Source) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 KeyPath = tuple[str | int, ...]
 
 _LONGEST_VALUE = 60
+_MOST_ERRORS = 10
 
 
 class ConfigError(ValueError):
@@ -17,6 +18,15 @@ class ConfigError(ValueError):
 
 class ConfigFileNotFoundError(ConfigError, FileNotFoundError):
     """The configuration file does not exist."""
+
+
+def joined(errors: Sequence[ConfigError]) -> ConfigError:
+    """One error for all of ``errors``, a line each; the first ten are told, the others counted."""
+    if len(errors) == 1:
+        return errors[0]
+    lines = "\n".join(map(str, errors)).split("\n")
+    more = len(lines) - _MOST_ERRORS
+    return ConfigError("\n".join(lines[:_MOST_ERRORS] + [f"and {more} more"] * (more > 0)))
 
 
 @dataclass

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from mindformers_ext.config.build import unknown_key
-from mindformers_ext.config.errors import Source
+from mindformers_ext.config.errors import Source, joined
+from mindformers_ext.config.generation import conflicts, without_effect
 from mindformers_ext.config.schema import MonitorSection, TrainConfig
 from mindformers_ext.config.section import OpenSection
 
@@ -63,8 +64,9 @@ def _check_supported(config: TrainConfig, source: Source) -> None:
         raise source.error(("checkpoint", name), "adapter checkpoints are not supported yet; remove this key")
     if config.training.rampup_batch_size is not None and config.run_mode == "train":
         raise source.error(("training", "rampup_batch_size"), "is not supported yet; remove this key")
-    if config.generation.do_sample:
-        raise source.error(("generation", "do_sample"), "true is not supported yet; decoding is greedy (false)")
+    problems = [source.error(("generation", key), problem) for key, problem in conflicts(config.generation)]
+    if problems:
+        raise joined(problems)
 
 
 def _check_predict(config: TrainConfig, source: Source) -> None:
@@ -157,6 +159,8 @@ def _warnings(config: TrainConfig) -> Iterator[str]:
         yield _ignored("profiler", in_predict)
     if config.context.mode != 1:
         yield f"context.mode: {config.context.mode} is ignored: the run is in PyNative mode (1)"
+    for sentence in without_effect(config.generation, config.generation.explicit()):
+        yield f"generation: {sentence}"
     if in_predict:
         return
     if config.checkpoint.async_save:

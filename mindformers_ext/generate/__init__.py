@@ -1,17 +1,28 @@
 """Token ids in, token ids out: the decode loop, its caches and its choices."""
 
-from mindformers_ext.generate.generation import GeneratedRow, GenerationStats, generate, generate_rows
+from mindformers_ext.generate.configuration import GenerationConfig
+from mindformers_ext.generate.generation import GenerateOutput, generate, generate_rows
 from mindformers_ext.generate.kv_cache import KVCache
 from mindformers_ext.generate.mixin import GenerateMixin
+from mindformers_ext.generate.plugins import LogitsProcessor, StoppingCriteria
+from mindformers_ext.generate.rows import FinishReason, GeneratedRow
 from mindformers_ext.generate.sampler import greedy_sample
-from mindformers_ext.generate.utils import GenerationConfig, build_causal_mask, build_position_ids
+from mindformers_ext.generate.stats import GenerationStats
+from mindformers_ext.generate.streamers import Streamer, TextStreamer
+from mindformers_ext.generate.utils import build_causal_mask, build_position_ids
 
 __all__ = [
+    "FinishReason",
     "GenerateMixin",
+    "GenerateOutput",
     "GeneratedRow",
     "GenerationConfig",
     "GenerationStats",
     "KVCache",
+    "LogitsProcessor",
+    "StoppingCriteria",
+    "Streamer",
+    "TextStreamer",
     "build_causal_mask",
     "build_position_ids",
     "generate",

@@ -16,10 +16,16 @@ from mindformers_ext.generate.utils import _build_combined_mask, build_position_
 class BatchForward:
     """A batch in the middle of a generation.
 
-    Any Cell works whose ``construct(input_ids, position_ids, attention_mask, past_key_values)`` returns a dict with
-    ``logits`` ``[B, S, V]`` and, if it can, ``past_key_values`` as a list of (K, V) pairs ``[B, heads, S, D]``. A
-    model with ``new_cache(batch_size, max_length)`` gets a cache that it extends in place; one that returns no
-    ``past_key_values`` is run on the whole sequence at every step.
+    Any Cell works whose ``construct`` takes ``input_ids`` int32 ``[B, S]`` and, by name, what it needs of
+
+    - ``position_ids`` int32 ``[B, S]``,
+    - ``attention_mask`` additive float32 ``[B, 1, S, T]`` over all T tokens so far, or None where a causal mask does,
+    - ``past_key_values``: what it returned last, pairs (K, V) ``[B, heads, past, D]``; None at first,
+    - ``logits_to_keep``: 1, as only the last position's logits are read,
+
+    and which returns logits ``[B, S or 1, V]``: alone, as the first of a tuple with ``past_key_values`` the second, or
+    in a dict under these names. A model with ``new_cache(batch_size, max_length)`` gets a cache that it extends in
+    place; one that returns no ``past_key_values`` is run on the whole sequence at every step.
 
     Args:
         model: the Cell.
@@ -27,68 +33,108 @@ class BatchForward:
         max_new_tokens: most tokens that will be added to a row.
         use_cache: False runs the whole sequence at every step.
         chunk_size: most prompt tokens in one forward.
+
+    Raises:
+        ValueError: prompts of different lengths for a model that takes no mask or no positions.
     """
 
     def __init__(
         self, model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, use_cache: bool, chunk_size: int
     ) -> None:
         self._model = model
+        self._accepts = set(inspect.signature(model.construct).parameters)
         self._ids, self._mask = left_pad(prompts)
         self._padded = bool((self._mask == 0).any())
+        missing = [name for name in ("attention_mask", "position_ids") if name not in self._accepts]
+        if self._padded and missing:
+            raise ValueError(
+                f"{type(model).__name__}.construct takes no {' and no '.join(missing)}, so its prompts must be of "
+                "equal length or given one at a time"
+            )
         self._chunk_size = chunk_size
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.construct).parameters
+        rows, length = self._ids.shape
+        self._live = np.arange(
+            rows
+        )  # rows that are still asked for; the others are carried along until it pays to drop
+        self._in_place = hasattr(model, "new_cache")
         self._cache: KVCache | None = None
-        if use_cache:
-            rows, length = self._ids.shape
-            preallocated = hasattr(model, "new_cache")
-            self._cache = KVCache(model.new_cache(rows, length + max_new_tokens) if preallocated else ())
-            self._in_place = preallocated
+        if use_cache and "past_key_values" in self._accepts:
+            self._cache = KVCache(model.new_cache(rows, length + max_new_tokens) if self._in_place else ())
+
+    @property
+    def length(self) -> int:
+        """Tokens of each row, pads included."""
+        return self._ids.shape[1]
 
     def prefill(self) -> np.ndarray:
         """Runs the prompts; returns the logits float32 ``[B, V]`` of their last tokens."""
-        length = self._ids.shape[1]
-        if self._cache is None or not self._in_place:
-            return self._run(0, length)
-        for start in range(0, length, self._chunk_size):
-            logits = self._run(start, min(start + self._chunk_size, length))
-        return logits
+        length = self.length
+        start = 0
+        while self._cache is not None and start + self._chunk_size < length:
+            self._run(start, start + self._chunk_size)
+            start += self._chunk_size
+        return self._run(0 if self._cache is None else start, length)
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         """Appends one token to each row, int ``[B]``; returns the logits float32 ``[B, V]`` that follow."""
-        self._ids = np.concatenate((self._ids, tokens[:, None].astype(np.int32)), axis=1)
-        self._mask = np.concatenate((self._mask, np.ones((len(tokens), 1), np.int32)), axis=1)
-        length = self._ids.shape[1]
-        return self._run(0 if self._cache is None else length - 1, length)
+        column = np.zeros((len(self._ids), 1), np.int32)
+        column[self._live, 0] = tokens
+        self._ids = np.concatenate((self._ids, column), axis=1)
+        self._mask = np.concatenate((self._mask, np.ones_like(column)), axis=1)
+        logits = self._run(0 if self._cache is None else self.length - 1, self.length)
+        return logits if len(self._live) == len(logits) else logits[self._live]
 
-    def keep(self, rows: np.ndarray) -> None:
-        """Drops all rows but ``rows``."""
-        self._ids, self._mask = self._ids[rows], self._mask[rows]
-        self._padded = bool((self._mask == 0).any())
-        if self._cache is not None:
-            self._cache.reorder(rows)
+    def select(self, rows: np.ndarray, shared: int = 0) -> None:
+        """Makes row ``i`` what was row ``rows[i]``; there may be more or fewer rows than before.
+
+        Args:
+            rows: int ``[new B]``.
+            shared: the first so many tokens of a row, pads included, equal those of the row that it becomes.
+        """
+        sources = self._live[rows]
+        if len(rows) == len(self._live):
+            order = np.arange(len(self._ids))
+            order[self._live] = sources
+            self._reorder(order, shared)
+        elif 2 * len(rows) > len(self._ids) and (np.diff(rows) > 0).all():
+            self._live = sources
+        else:
+            self._reorder(sources, 0)
+            self._live = np.arange(len(rows))
+            self._padded = bool((self._mask == 0).any())
 
     def close(self) -> None:
         """Frees the cache."""
         if self._cache is not None:
             self._cache.clear()
 
+    def _reorder(self, order: np.ndarray, shared: int) -> None:
+        self._ids, self._mask = self._ids[order], self._mask[order]
+        if self._cache is not None:
+            self._cache.reorder(order, shared)
+
     def _run(self, start: int, end: int) -> np.ndarray:
         """Runs tokens ``start`` to ``end``, those before being in the cache; returns the last one's logits."""
         mask = self._mask[:, :end]
-        positions = build_position_ids(mask)[:, start:end]
         combined = None
         if self._padded or end - start > 1:
             combined = Tensor.from_numpy(_build_combined_mask(mask, end - start))
+        positions = np.ascontiguousarray(build_position_ids(mask)[:, start:end])
+        given = {
+            "position_ids": Tensor.from_numpy(positions),
+            "attention_mask": combined,
+            "past_key_values": self._past(),
+            "logits_to_keep": 1,
+        }
         outputs = self._model(
             Tensor.from_numpy(np.ascontiguousarray(self._ids[:, start:end])),
-            position_ids=Tensor.from_numpy(np.ascontiguousarray(positions)),
-            attention_mask=combined,
-            past_key_values=self._past(),
-            **({"logits_to_keep": 1} if self._keeps_logits else {}),
+            **{name: value for name, value in given.items() if name in self._accepts},
         )
+        logits, past_key_values = _unpacked(outputs)
         if self._cache is not None and not self._in_place:
-            self._store(outputs.get("past_key_values"))
-        return outputs["logits"][:, -1].asnumpy().astype(np.float32, copy=False)
+            self._store(past_key_values)
+        last = logits if logits.shape[1] == 1 else logits[:, -1:]
+        return last.asnumpy()[:, 0].astype(np.float32, copy=False)
 
     def _past(self) -> Any:
         if self._cache is None or (not self._in_place and not len(self._cache)):
@@ -100,3 +146,12 @@ class BatchForward:
             self._cache = None  # the model keeps no cache: every step runs the whole sequence
         elif self._cache is not None:
             self._cache.update(past_key_values)
+
+
+def _unpacked(outputs: Any) -> tuple[Tensor, Any]:
+    """Takes logits and past_key_values out of what a model returned."""
+    if isinstance(outputs, dict):
+        return outputs["logits"], outputs.get("past_key_values")
+    if isinstance(outputs, tuple | list):
+        return outputs[0], outputs[1] if len(outputs) > 1 else None
+    return outputs, None

@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-import time
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
+from mindformers_ext.generate.beam_search import search_beams
+from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
-from mindformers_ext.generate.sampler import greedy_sample
-from mindformers_ext.generate.utils import GenerationConfig
-
-
-@dataclass
-class GenerationStats:
-    """Time and tokens of one or more generations, prompts and answers apart; seconds."""
-
-    prefill_seconds: float = 0.0
-    prefill_tokens: int = 0
-    decode_seconds: float = 0.0
-    decode_tokens: int = 0
+from mindformers_ext.generate.noise import fresh_seed
+from mindformers_ext.generate.rows import GeneratedRow, Rows
+from mindformers_ext.generate.stats import GenerationStats
+from mindformers_ext.generate.stepwise import choose_tokens
+from mindformers_ext.generate.stopping import DecodeNew, Stopping
+from mindformers_ext.generate.streamers import Streamer
+from mindformers_ext.generate.utils import left_pad
+from mindformers_ext.runtime import logger
 
 
 @dataclass(frozen=True)
-class GeneratedRow:
-    """What one row got.
+class GenerateOutput:
+    """What `generate` returns when ``return_dict_in_generate`` is set.
 
     Attributes:
-        token_ids: new tokens only; an EOS that ended the row is the last of them.
-        finish_reason: ``eos`` or ``length``.
+        sequences: int32 ``[B * num_return_sequences, longest]``: real prompt, new tokens, pads.
+        sequences_scores: float32 ``[B * num_return_sequences]`` of beams, best first; None otherwise.
+        rows: what each row got: reasons, stop strings and, if asked for, log-probabilities.
+        scores: with output_scores the scores after the processors of each step, float32
+            ``[B * num_return_sequences, V]``; nan for a row that was finished by then. None otherwise.
     """
 
-    token_ids: list[int]
-    finish_reason: Literal["eos", "length"]
+    sequences: Tensor
+    sequences_scores: Tensor | None
+    rows: list[GeneratedRow]
+    scores: list[np.ndarray] | None = None
 
 
 def generate(
@@ -44,7 +47,10 @@ def generate(
     input_ids: Tensor,
     generation_config: GenerationConfig | None = None,
     attention_mask: Tensor | None = None,
-) -> Tensor:
+    *,
+    decode: DecodeNew | None = None,
+    streamer: Streamer | None = None,
+) -> Tensor | GenerateOutput:
     """Extends each row of a batch.
 
     Args:
@@ -52,24 +58,45 @@ def generate(
         input_ids: integers ``[B, S]``, padded on the left.
         generation_config: options; None takes the defaults.
         attention_mask: ``[B, S]``, 1 for a real token and 0 for a pad; None means that there are no pads.
+        decode: ``(prompt ids, new ids) -> text of the new ids``; needed for stop strings.
+        streamer: is given the prompts and then each step's tokens.
 
     Returns:
-        int32 ``[B, longest]``: the row's real prompt, its new tokens, then pads.
+        int32 ``[B * num_return_sequences, longest]``: the row's real prompt, its new tokens, then pads; the sequences
+        of a prompt follow each other. A `GenerateOutput` if ``return_dict_in_generate`` is set.
 
     Raises:
-        ValueError: shapes do not fit, a row without a token, or pads that are not on the left.
+        ValueError: shapes do not fit, a row without a token, pads that are not on the left, or options that
+            contradict each other.
+        FloatingPointError: a row has no finite score to choose a token by.
     """
     config = generation_config or GenerationConfig()
     prompts = _prompts(input_ids, attention_mask)
-    rows = [prompt + row.token_ids for prompt, row in zip(prompts, generate_rows(model, prompts, config), strict=True)]
+    step_scores: list[np.ndarray] | None = [] if config.output_scores and config.return_dict_in_generate else None
+    answers = generate_rows(model, prompts, config, decode=decode, streamer=streamer, step_scores=step_scores)
+    rows = [prompts[i // config.num_return_sequences] + answer.token_ids for i, answer in enumerate(answers)]
     result = np.full((len(rows), max(map(len, rows))), config.filler, np.int32)
     for index, row in enumerate(rows):
         result[index, : len(row)] = row
-    return Tensor.from_numpy(result)
+    sequences = Tensor.from_numpy(result)
+    if not config.return_dict_in_generate:
+        return sequences
+    scores = None
+    if config.num_beams > 1:
+        scores = Tensor.from_numpy(np.array([answer.score for answer in answers], np.float32))
+    return GenerateOutput(sequences, scores, answers, step_scores)
 
 
 def generate_rows(
-    model: Any, prompts: Sequence[Sequence[int]], config: GenerationConfig, stats: GenerationStats | None = None
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    stats: GenerationStats | None = None,
+    *,
+    record_ids: Sequence[int] | None = None,
+    decode: DecodeNew | None = None,
+    streamer: Streamer | None = None,
+    step_scores: list[np.ndarray] | None = None,
 ) -> list[GeneratedRow]:
     """Extends each prompt; an answer does not depend on the other prompts of the batch.
 
@@ -78,55 +105,56 @@ def generate_rows(
         prompts: token ids of each row, none empty.
         config: options.
         stats: is added to.
+        record_ids: index of each prompt's record, which sampling draws its noise from; None counts from 0.
+        decode: see `generate`.
+        streamer: see `generate`.
+        step_scores: see `choose_tokens`.
+
+    Returns:
+        ``config.num_return_sequences`` rows for each prompt, one prompt after the other.
 
     Raises:
-        FloatingPointError: the model gave no finite score for a row.
+        ValueError: see `generate`.
+        FloatingPointError: see `generate`.
     """
     stats = GenerationStats() if stats is None else stats
+    if config.do_sample and config.seed is None:
+        config = copy.copy(config)
+        config.seed = fresh_seed()
+        logger.info("seed of sampling: %d", config.seed)
+    stopping = Stopping(config, decode)
+    rows = Rows(prompts, range(len(prompts)) if record_ids is None else record_ids, _budgets(prompts, config))
+    if config.num_beams > 1 and streamer is not None:
+        raise ValueError("a streamer cannot be used with num_beams > 1: beams are not final before the end")
+    if config.num_beams > 1 and step_scores is not None:
+        raise ValueError("output_scores cannot be used with num_beams > 1; use output_logprobs")
+    if streamer is not None:
+        streamer.put(left_pad(prompts, config.filler)[0])
     training = bool(getattr(model, "training", False))
     model.set_train(False)
     try:
         with ms._no_grad():
-            return _decode(model, prompts, config, stats)
+            forward = BatchForward(model, prompts, int(rows.budgets.max()), config.use_cache, config.prefill_chunk_size)
+            try:
+                if config.num_beams > 1:
+                    return search_beams(forward, rows, config, stopping, stats)
+                return choose_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
+            finally:
+                forward.close()
     finally:
         model.set_train(training)
+        if streamer is not None:
+            streamer.end()
 
 
-def _decode(
-    model: Any, prompts: Sequence[Sequence[int]], config: GenerationConfig, stats: GenerationStats
-) -> list[GeneratedRow]:
-    tokens: list[list[int]] = [[] for _ in prompts]
-    reasons: list[Literal["eos", "length"]] = ["length"] * len(prompts)
-    eos = np.array(config.eos_token_ids, np.int64)
-    alive = np.arange(len(prompts))  # rows of the batch that the forward still holds ...
-    running = np.ones(len(prompts), bool)  # ... and which of those are not finished
-    batch = BatchForward(model, prompts, config.max_new_tokens, config.use_cache, config.prefill_chunk_size)
-    try:
-        started = time.perf_counter()
-        scores = batch.prefill()
-        stats.prefill_seconds += time.perf_counter() - started
-        stats.prefill_tokens += sum(map(len, prompts))
-        for step in range(config.max_new_tokens):
-            started = time.perf_counter()
-            chosen = greedy_sample(scores)
-            for row in np.flatnonzero(running):
-                tokens[alive[row]].append(int(chosen[row]))
-            stats.decode_tokens += int(running.sum())
-            ended = running & np.isin(chosen, eos)
-            for row in np.flatnonzero(ended):
-                reasons[alive[row]] = "eos"
-            running &= ~ended
-            if not running.any() or step + 1 == config.max_new_tokens:
-                break
-            if 2 * running.sum() <= len(running):
-                kept = np.flatnonzero(running)
-                batch.keep(kept)
-                alive, chosen, running = alive[kept], chosen[kept], running[kept]
-            scores = batch.step(chosen)
-            stats.decode_seconds += time.perf_counter() - started
-    finally:
-        batch.close()
-    return [GeneratedRow(row, reason) for row, reason in zip(tokens, reasons, strict=True)]
+def _budgets(prompts: Sequence[Sequence[int]], config: GenerationConfig) -> list[int]:
+    budgets = [config.row_budget(len(prompt)) for prompt in prompts]
+    full = [row for row, budget in enumerate(budgets) if budget < 1]
+    if full:
+        raise ValueError(
+            f"max_length {config.max_length} leaves no room for a new token after the prompts of rows {full}"
+        )
+    return budgets
 
 
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:

@@ -76,13 +76,18 @@ class KVCache(Sequence[Any]):
                 merged.append(entry)
         self._layers = merged
 
-    def reorder(self, rows: np.ndarray) -> None:
-        """Makes row ``i`` of every entry a copy of what was row ``rows[i]``."""
+    def reorder(self, rows: np.ndarray, shared: int = 0) -> None:
+        """Makes row ``i`` of every entry a copy of what was row ``rows[i]``.
+
+        Args:
+            rows: int ``[new B]``.
+            shared: the first so many tokens of both rows are known to be equal and need no copying.
+        """
         for index, entry in enumerate(self._layers):
             if isinstance(entry, tuple | list):
                 self._layers[index] = tuple(ops.gather(t, Tensor(rows.astype(np.int32)), 0) for t in entry)
             else:
-                entry.reorder(rows)
+                entry.reorder(rows, shared)
 
     def crop(self, length: int) -> None:
         """Forgets all tokens from ``length`` on."""

@@ -67,8 +67,18 @@ class KeyValueState:
         self.length += key.shape[2]
         return (self.key, self.value) if past else (key, value)
 
-    def reorder(self, rows: np.ndarray) -> None:
-        """Makes row ``i`` a copy of what was row ``rows[i]``; fewer or more rows than before are fine."""
+    def reorder(self, rows: np.ndarray, shared: int = 0) -> None:
+        """Makes row ``i`` a copy of what was row ``rows[i]``; fewer or more rows than before are fine.
+
+        Args:
+            rows: int ``[new B]``.
+            shared: the first so many tokens of both rows are known to be equal and are not copied: beams of one
+                prompt differ in their last tokens only.
+        """
+        if len(rows) == self.key.shape[0]:
+            ops.move_rows(self.key, rows, shared, self.length)
+            ops.move_rows(self.value, rows, shared, self.length)
+            return
         self.key = Tensor.from_numpy(self.key.asnumpy()[rows])
         self.value = Tensor.from_numpy(self.value.asnumpy()[rows])
 

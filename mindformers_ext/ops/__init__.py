@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import numpy as np
 from mindspore import Tensor
 
 from mindformers_ext.ops import autograd, host, native, reference
@@ -23,6 +24,7 @@ __all__ = [
     "describe",
     "embedding",
     "linear",
+    "move_rows",
     "qkv_heads",
     "rms_norm",
     "swiglu",
@@ -147,6 +149,11 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: fl
 def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:
     """Writes ``values`` ``[B, N, S, D]`` into ``buffer`` ``[B, N, T, D]`` from slot ``start`` on, in place."""
     (host if device_target() == "CPU" else reference).write_slots(buffer, start, values)
+
+
+def move_rows(buffer: Tensor, rows: np.ndarray, start: int, stop: int) -> None:
+    """Makes slots ``start`` to ``stop`` of row ``i`` those of row ``rows[i]`` in ``buffer`` ``[B, N, T, D]``."""
+    (host if device_target() == "CPU" else reference).move_rows(buffer, rows, start, stop)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:

@@ -171,3 +171,11 @@ def softmax_and_loss(logits: np.ndarray, labels: np.ndarray, ignore_index: int) 
 def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:
     """See `mindformers_ext.ops.write_slots`."""
     buffer.asnumpy()[:, :, start : start + values.shape[2]] = values.asnumpy()
+
+
+def move_rows(buffer: Tensor, rows: np.ndarray, start: int, stop: int) -> None:
+    """See `mindformers_ext.ops.move_rows`."""
+    moved = np.flatnonzero(rows != np.arange(len(rows)))
+    if moved.size and start < stop:
+        slots = buffer.asnumpy()[:, :, start:stop]
+        slots[moved] = slots[rows[moved]]

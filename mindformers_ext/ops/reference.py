@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, mint, ops
 
 _matmul_transposed = ops.MatMul(transpose_b=True)
@@ -89,6 +90,12 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: fl
 def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:
     """See `mindformers_ext.ops.write_slots`."""
     buffer[:, :, start : start + values.shape[2]] = values
+
+
+def move_rows(buffer: Tensor, rows: np.ndarray, start: int, stop: int) -> None:
+    """See `mindformers_ext.ops.move_rows`."""
+    if start < stop:
+        buffer[:, :, start:stop] = ops.gather(buffer[:, :, start:stop], Tensor(rows.astype(np.int32)), 0)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:

@@ -1,20 +1,26 @@
-"""The rows of the output: one for each record, with the record's own fields."""
+"""The rows of the output: one for each answer or error, with the record's own fields."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from mindformers_ext.predict.completion import Completion
 from mindformers_ext.predict.records import Record, RecordError
 
 _OURS = frozenset(
     {
         "sample_idx",
+        "sequence_idx",
         "generated_ids",
         "generated_text",
         "finish_reason",
         "num_prompt_tokens",
         "num_new_tokens",
+        "stop_string",
+        "sequence_score",
+        "logprobs",
+        "top_logprobs",
         "error",
         "error_type",
         "record",
@@ -23,17 +29,39 @@ _OURS = frozenset(
 
 
 def answer_row(
-    record: Record, prompt_ids: Sequence[int], new_ids: Sequence[int], text: str, finish_reason: str
+    record: Record,
+    prompt_ids: Sequence[int],
+    new_ids: Sequence[int],
+    text: str,
+    completion: Completion,
+    sequence: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the row of an answered record; `generated_ids` are prompt and new ids, `text` is of the new ones only."""
+    """Returns the row of an answer.
+
+    Args:
+        record: what is answered.
+        prompt_ids: ids of the prompt.
+        new_ids: ids of the answer alone.
+        text: text of the answer alone.
+        completion: what else is known of the answer; what was not asked for has no key.
+        sequence: which of the record's answers it is; None where there is one only.
+    """
+    optional = {
+        "stop_string": completion.stop_string,
+        "sequence_score": completion.score,
+        "logprobs": completion.logprobs,
+        "top_logprobs": completion.top_logprobs or None,
+    }
     return {
         "sample_idx": record.index,
+        **({} if sequence is None else {"sequence_idx": sequence}),
         "generated_ids": [*prompt_ids, *new_ids],
         "generated_text": text,
         **_own_fields(record),
-        "finish_reason": finish_reason,
+        "finish_reason": completion.finish_reason,
         "num_prompt_tokens": len(prompt_ids),
         "num_new_tokens": len(new_ids),
+        **{name: value for name, value in optional.items() if value is not None},
     }
 
 

@@ -6,14 +6,16 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from mindformers_ext.predict.completion import Completion
 from mindformers_ext.predict.records import ErrorType, Record, RecordError
 from mindformers_ext.predict.rows import answer_row, error_row
 from mindformers_ext.predict.summary import RunSummary
+from mindformers_ext.predict.text import answer_text
 from mindformers_ext.predict.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -22,14 +24,6 @@ logger = logging.getLogger(__name__)
 _MAX_WAITING = 4
 _MAX_MESSAGE = 500
 _MAX_LOGGED_FAILURES = 5
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What the model adds to one prompt: the new ids only, with the EOS that ended it."""
-
-    token_ids: list[int]
-    finish_reason: Literal["eos", "length", "stop"]
 
 
 @dataclass(frozen=True)
@@ -52,12 +46,12 @@ class RowWriter(Protocol):
 
 @dataclass
 class _Job:
-    """A record on its way: with ids when it can be answered, then with a completion or an error."""
+    """A record on its way: with ids when it can be answered, then with completions or an error."""
 
     record: Record
     prompt_ids: list[int]
     error: RecordError | None
-    completion: Completion | None = None
+    completions: list[Completion] = field(default_factory=list)
 
 
 def run_generation(
@@ -70,11 +64,12 @@ def run_generation(
     max_new_tokens: int,
     max_length: int | None = None,
     vocab_size: int | None = None,
+    num_sequences: int = 1,
     skip_special_tokens: bool = True,
     progress: bool = False,
     total: int | None = None,
 ) -> RunResult:
-    """Answers every record and writes exactly one row for each, in input order, as soon as its turn comes.
+    """Answers every record and writes its row, or its `num_sequences` rows, in input order, as soon as its turn comes.
 
     A record that cannot be answered becomes an error row and the run goes on. A batch whose `decode` raises is tried
     again in halves, so that only the record at fault is lost. Reads ahead by a few batches at most.
@@ -83,13 +78,14 @@ def run_generation(
         records: see `normalize_input`.
         tokenizer: makes ids of prompts and text of new ids.
         decode: takes the ids of at most `batch_size` prompts and the indices of their records, and returns the
-            completions in that order. An exception means that some record of the batch is at fault; `MemoryError`
-            that the batch did not fit.
+            completions in that order, `num_sequences` for each prompt. An exception means that some record of the batch
+            is at fault; `MemoryError` that the batch did not fit.
         writer: takes the rows; None on ranks that do not write.
         batch_size: prompts in one call of `decode`.
         max_new_tokens: new ids a record may get; with its prompt they must fit into `max_length`.
         max_length: positions the model has; None for no limit.
         vocab_size: ids the model has; a prompt with another id is an error. None for no limit.
+        num_sequences: answers to each record.
         skip_special_tokens: leave special tokens out of the text.
         progress: show a progress bar on stderr.
         total: number of records if known, for the bar.
@@ -101,7 +97,7 @@ def run_generation(
     for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
-    run = _Run(tokenizer, decode, writer, skip_special_tokens)
+    run = _Run(tokenizer, decode, writer, num_sequences, skip_special_tokens)
     start = time.perf_counter()
     waiting: list[_Job] = []
     num_ready = 0
@@ -150,13 +146,19 @@ class _Run:
     """The state of one run: what was answered and how to answer more."""
 
     def __init__(
-        self, tokenizer: Tokenizer, decode: Decode, writer: RowWriter | None, skip_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        decode: Decode,
+        writer: RowWriter | None,
+        num_sequences: int,
+        skip_special_tokens: bool,
     ) -> None:
         self.outputs: list[tuple[int, list[int]]] = []
         self.summary = RunSummary()
         self._tokenizer = tokenizer
         self._decode = decode
         self._writer = writer
+        self._num_sequences = num_sequences
         self._skip_special_tokens = skip_special_tokens
         self._num_logged = 0
 
@@ -178,10 +180,13 @@ class _Run:
             self._log_failure(batch, failure, error)
         # Out of the except block: the traceback holds the failed step's tensors, which the retry may need room for.
         if failure is None:
-            if len(completions) != len(batch):
-                raise RuntimeError(f"decode returned {len(completions)} completions for {len(batch)} prompts")
-            for job, completion in zip(batch, completions, strict=True):
-                job.completion = completion
+            each = self._num_sequences
+            if len(completions) != each * len(batch):
+                raise RuntimeError(
+                    f"decode returned {len(completions)} completions for {len(batch)} prompts, not {each} for each"
+                )
+            for index, job in enumerate(batch):
+                job.completions = completions[each * index : each * (index + 1)]
         elif len(batch) == 1:
             batch[0].error = failure
         else:
@@ -202,21 +207,23 @@ class _Run:
             logger.warning("further failures are not logged; every error row has its message")
 
     def _emit(self, job: _Job) -> None:
-        if job.completion is None:
+        if not job.completions:
             error = job.error or RecordError("forward", "no completion")
             self.summary.add_error(error)
-            row = error_row(job.record, error)
-        else:
-            new_ids = [int(token) for token in job.completion.token_ids]  # a foreign model may give numpy's
-            reason = job.completion.finish_reason
-            self.summary.add_answer(len(job.prompt_ids), len(new_ids), reason)
+            if self._writer is not None:
+                self._writer.write(error_row(job.record, error))
+            return
+        self.summary.add_answer(len(job.prompt_ids))
+        for index, completion in enumerate(job.completions):
+            new_ids = [int(token) for token in completion.token_ids]  # a foreign model may give numpy's
+            self.summary.add_sequence(len(new_ids), completion.finish_reason)
             self.outputs.append((job.record.index, job.prompt_ids + new_ids))
-            if self._writer is None:
-                return
-            text = self._tokenizer.decode_new(job.prompt_ids, new_ids, self._skip_special_tokens)
-            row = answer_row(job.record, job.prompt_ids, new_ids, text, reason)
-        if self._writer is not None:
-            self._writer.write(row)
+            if self._writer is not None:
+                text = answer_text(
+                    self._tokenizer, job.prompt_ids, new_ids, completion.stop_position, self._skip_special_tokens
+                )
+                sequence = index if self._num_sequences > 1 else None
+                self._writer.write(answer_row(job.record, job.prompt_ids, new_ids, text, completion, sequence))
 
 
 def _sentence(error: BaseException) -> str:

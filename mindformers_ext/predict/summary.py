@@ -20,21 +20,19 @@ class Timings:
 
 @dataclass
 class RunSummary:
-    """Counts of one run. `errors` counts by class, `finish_reasons` by the reason why an answer ended.
+    """Counts of one run. `errors` counts by class, `finish_reasons` counts sequences by the reason why they ended.
 
-    Tokens are those of answered records; `wall_seconds` is from the first record read to the last row written.
+    `num_answers` is the number of answered records, and tokens are theirs; `wall_seconds` is from the first record read
+    to the last row written; `seed` is that of sampling, None in other modes.
     """
 
+    num_answers: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     new_tokens: int = 0
     wall_seconds: float = 0.0
-
-    @property
-    def num_answers(self) -> int:
-        """How many records have an answer."""
-        return self.finish_reasons.total()
+    seed: int | None = None
 
     @property
     def num_errors(self) -> int:
@@ -46,10 +44,14 @@ class RunSummary:
         """How many records the input had."""
         return self.num_answers + self.num_errors
 
-    def add_answer(self, num_prompt_tokens: int, num_new_tokens: int, finish_reason: str) -> None:
+    def add_answer(self, num_prompt_tokens: int) -> None:
         """Counts an answered record."""
-        self.finish_reasons[finish_reason] += 1
+        self.num_answers += 1
         self.prompt_tokens += num_prompt_tokens
+
+    def add_sequence(self, num_new_tokens: int, finish_reason: str) -> None:
+        """Counts one of an answered record's sequences."""
+        self.finish_reasons[finish_reason] += 1
         self.new_tokens += num_new_tokens
 
     def add_error(self, error: RecordError) -> None:
@@ -64,6 +66,8 @@ def format_summary(summary: RunSummary, timings: Timings | None = None) -> list[
         f"errors: {summary.num_errors}{_counts(summary.errors)}",
         f"tokens: {summary.prompt_tokens} prompt, {summary.new_tokens} new; wall time: {summary.wall_seconds:.1f} s",
     ]
+    if summary.seed is not None:
+        lines.append(f"seed of sampling: {summary.seed}; generation.seed: {summary.seed} repeats this run")
     if timings is not None:
         lines.append(
             f"prefill: {_rate(timings.prefill_tokens, timings.prefill_seconds)}, "

@@ -152,6 +152,7 @@ class Trainer:
         output: str | None = None,
         batch_size: int | None = None,
         dataset_field: str | None = None,
+        **generation: Any,
     ) -> list[tuple[int, list[int]]]:
         """Answers prompts and writes one row for each input record, in input order.
 
@@ -163,6 +164,8 @@ class Trainer:
                 string writes no file.
             batch_size: None takes ``inference.batch_size``.
             dataset_field: field of a record that holds the prompt; None takes ``predict.dataset_field``.
+            **generation: options of decoding in the names of the YAML's ``generation``, and the plug-ins
+                ``logits_processor`` and ``stopping_criteria``; they win over the YAML.
 
         Returns:
             ``(sample_idx, ids of prompt and answer)`` of every record that was answered.
@@ -179,14 +182,13 @@ class Trainer:
         if self.tokenizer is None:
             raise ValueError("inference() needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
         self._validate_pp_inference()
-        self._load_inference_checkpoint()
-
         model_config = getattr(self.model, "config", None)
         vocab_size = getattr(model_config, "vocab_size", self.tokenizer.vocab_size)
         resolved = resolve_generation(
-            self.config.generation, options.max_new_tokens, self.tokenizer, self._model_files(), vocab_size
+            self.config.generation, options.max_new_tokens, self.tokenizer, self._model_files(), vocab_size, generation
         )
         logger.info("decoding: %s", resolved.describe())
+        self._load_inference_checkpoint()
         stats = GenerationStats()
         writes = rank() == 0 and bool(options.output)
         with open_writer(options.output) if writes else nullcontext() as writer:
@@ -204,6 +206,7 @@ class Trainer:
                 progress=self.config.predict.progress and rank() == 0,
             )
         self.last_summary = result.summary
+        self.last_summary.seed = resolved.config.seed
         for line in format_summary(result.summary, Timings(**asdict(stats))):
             logger.info(line)
         if writes:

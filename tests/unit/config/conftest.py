@@ -38,7 +38,7 @@ def refuse(load: Callable[..., TrainConfig], tmp_path: Path) -> Refuse:
         with pytest.raises(ConfigError) as caught:
             load(text, **options)
         message = str(caught.value)
-        assert message.isprintable(), "a message is one line"
+        assert all(line.isprintable() for line in message.split("\n")), "a mistake is one line"
         return message.replace(f"{tmp_path}/", "")
 
     return refused

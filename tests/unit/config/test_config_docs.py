@@ -88,7 +88,7 @@ def test_the_page_shows_both_modes():
         ("run_mode: predict\ninference: {}\n\nbatch_size: 8\n", {}),
         ("run_mode: predict\n" + "\n" * 5 + "run_mode: train\n", {}),
         ("inference:\n\tbatch_size: 8\n", {}),
-        ("run_mode: predict\n\n\ngeneration:\n  num_beams: 4\n", {}),
+        ("run_mode: predict\n\n\ngeneration:\n  token_healing: true\n", {}),
         ("run_mode: predict\n", {}),
         ("run_mode: predict\n", {"inference.batch_size": 0}),
     ],

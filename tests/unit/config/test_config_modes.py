@@ -118,7 +118,10 @@ def test_nothing_is_required_of_sections_whose_object_is_provided():
         ({"lora_config": {"target_modules": "("}}, "lora_config.target_modules: expected text that is a regular expr"),
         ({"checkpoint": {"load_path": "w", "base_load_path": "b"}}, "checkpoint.base_load_path: adapter checkpoints"),
         ({"checkpoint": {"load_path": "w", "save_trainable_only": True}}, "checkpoint.save_trainable_only: adapter"),
-        ({"generation": {"do_sample": True}}, "generation.do_sample: true is not supported yet"),
+        (
+            {"generation": {"num_return_sequences": 2}},
+            "generation.num_return_sequences: 2 answers need do_sample: true",
+        ),
         ({"parallelism": {"tensor_parallel": 2}}, "parallelism.tensor_parallel: 2 needs parallelism.sequence_parallel"),
         (
             {"parallelism": {"moe_token_dispatcher_type": "alltoall_deredundancy"}},

@@ -31,6 +31,19 @@ def test_state_refuses_more_tokens_than_it_was_made_for():
         KeyValueState(1, 1, 2, max_length=8).reserve(9)
 
 
+def test_reorder_in_place_leaves_the_shared_tokens_where_they_are():
+    state = KeyValueState(3, 1, 2, max_length=8)
+    values = tensor(3, 1, 5, 2)
+    state.update(values, values)
+    buffer = state.key
+    state.reorder(np.array([1, 0, 0]), shared=3)
+    expected = values.asnumpy().copy()
+    expected[:, :, 3:] = expected[[1, 0, 0]][:, :, 3:]
+    assert state.key is buffer
+    np.testing.assert_array_equal(state.key.asnumpy()[:, :, :5], expected)
+    np.testing.assert_array_equal(state.value.asnumpy()[:, :, :5], expected)
+
+
 def test_reorder_copies_rows_and_crop_forgets_the_tail():
     state = KeyValueState(3, 1, 2, max_length=8)
     values = tensor(3, 1, 2, 2)

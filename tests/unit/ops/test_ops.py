@@ -109,8 +109,9 @@ def test_a_row_of_a_native_product_does_not_depend_on_the_others(random):
 @pytest.mark.parametrize("implementation", [host, native], ids=["host", "native"])
 def test_swiglu_of_very_negative_gates_is_zero(implementation):
     x = Tensor(np.array([[-200.0, 3.0, 200.0, 3.0]], np.float32))
-    if implementation is host or native.available():
-        assert implementation.swiglu(x).asnumpy().tolist() == [[0.0, 600.0]]
+    if implementation is native and not native.available():
+        pytest.skip("no compiler for the C++ kernels")
+    assert implementation.swiglu(x).asnumpy().tolist() == [[0.0, 600.0]]
 
 
 def test_numpy_takes_over_where_nothing_can_be_compiled(monkeypatch, caplog):
@@ -193,6 +194,15 @@ def test_threads_follow_the_usual_variable_or_the_cores(monkeypatch, variable, t
     assert build.num_threads() == (threads or build.num_threads())
     monkeypatch.setenv("MS_WORKER_NUM", "1000")
     assert build.num_threads() == (threads or 1)
+
+
+def test_move_rows_changes_the_slots_alone_and_can_swap_rows(random):
+    for implementation in (host, reference):
+        buffer, rows = random(4, 3, 8, 2), np.array([1, 0, 0, 3])
+        expected = buffer.asnumpy().copy()
+        expected[:, :, 2:6] = expected[rows][:, :, 2:6]
+        implementation.move_rows(buffer, rows, 2, 6)
+        np.testing.assert_array_equal(buffer.asnumpy(), expected)
 
 
 def test_attention_equals_a_plain_computation(random):

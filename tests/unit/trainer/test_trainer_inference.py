@@ -134,10 +134,10 @@ def test_a_forward_that_fails_costs_its_record_only(monkeypatch):
 
     original = inference.generate_rows
 
-    def failing(model, prompts, *rest):
+    def failing(model, prompts, *rest, **options):
         if guilty in map(tuple, prompts):
             raise RuntimeError("kernel failed")
-        return original(model, prompts, *rest)
+        return original(model, prompts, *rest, **options)
 
     monkeypatch.setattr(inference, "generate_rows", failing)
     results = dict(trainer.inference([case["prompt"] for case in CASES]))

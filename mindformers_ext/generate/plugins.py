@@ -1,0 +1,67 @@
+"""What users plug into a generation: processors of scores and criteria that stop rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+class LogitsProcessor:
+    """Changes the scores of the next token; any callable with these arguments will do.
+
+    ``__call__(input_ids, scores)`` gets the ids int64 ``[B, T]`` so far, prompt and new tokens, padded on the left, and
+    the scores float32 ``[B, V]``, which it may change in place; it returns scores ``[B, V]``.
+    """
+
+    def __call__(self, input_ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
+        raise NotImplementedError(f"{type(self).__name__} must define __call__(input_ids, scores)")
+
+
+class StoppingCriteria:
+    """Ends rows; any callable with these arguments will do.
+
+    ``__call__(input_ids, scores)`` gets the ids int64 ``[B, T]`` with the newest token, padded on the left, and the
+    scores float32 ``[B, V]`` that it was chosen from; it returns booleans ``[B]``, True for a row that is done.
+    """
+
+    def __call__(self, input_ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
+        raise NotImplementedError(f"{type(self).__name__} must define __call__(input_ids, scores)")
+
+
+def call_processor(plugin: Callable[..., Any], input_ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """The plug-in's scores as float32 ``[B, V]``.
+
+    Raises:
+        ValueError: it returned something of another shape.
+    """
+    result = plugin(input_ids, scores)
+    array = np.asarray(result) if result is not None else np.empty(0)
+    if array.shape != scores.shape or array.dtype.kind not in "fiu":
+        raise ValueError(_complaint("logits_processor", plugin, result, f"numbers of shape {scores.shape}"))
+    return array.astype(np.float32, copy=False)
+
+
+def call_criterion(plugin: Callable[..., Any], input_ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Whether each row is done according to the plug-in, bool ``[B]``.
+
+    Raises:
+        ValueError: it returned something of another shape.
+    """
+    result = plugin(input_ids, scores)
+    array = np.asarray(result) if result is not None else np.empty(0)
+    if array.shape != (len(input_ids),) or array.dtype.kind not in "biu":
+        raise ValueError(_complaint("stopping_criteria", plugin, result, f"booleans of shape ({len(input_ids)},)"))
+    return array.astype(bool)
+
+
+def plugin_name(plugin: Callable[..., Any]) -> str:
+    """The plug-in's name for a message."""
+    return getattr(plugin, "__qualname__", None) or type(plugin).__name__
+
+
+def _complaint(option: str, plugin: Callable[..., Any], result: Any, wanted: str) -> str:
+    shape = getattr(result, "shape", None)
+    got = f"{type(result).__name__}" + (f" of shape {tuple(shape)}" if shape is not None else "")
+    return f"{option}: {plugin_name(plugin)} must return {wanted}, not {got}"

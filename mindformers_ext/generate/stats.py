@@ -1,0 +1,38 @@
+"""Where the time of generations went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class GenerationStats:
+    """Time and tokens of one or more generations, prompts and answers apart; seconds.
+
+    A row's first token comes from the prefill, so ``decode_tokens`` counts those from the second on.
+
+    Of beams, each one's tokens count: they are what the model ran.
+    """
+
+    prefill_seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_seconds: float = 0.0
+    decode_tokens: int = 0
+
+    @contextmanager
+    def prefill(self, tokens: int) -> Iterator[None]:
+        """Counts ``tokens`` and the time inside."""
+        started = time.perf_counter()
+        yield
+        self.prefill_seconds += time.perf_counter() - started
+        self.prefill_tokens += tokens
+
+    @contextmanager
+    def decode(self) -> Iterator[None]:
+        """Counts the time inside."""
+        started = time.perf_counter()
+        yield
+        self.decode_seconds += time.perf_counter() - started

@@ -1,0 +1,145 @@
+"""Greedy decoding and sampling: one token of each row a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mindformers_ext.generate.configuration import GenerationConfig
+from mindformers_ext.generate.forward import BatchForward
+from mindformers_ext.generate.logprobs import as_fields, record_logprobs
+from mindformers_ext.generate.processors import StepContext, build_processors
+from mindformers_ext.generate.rows import GeneratedRow, Rows
+from mindformers_ext.generate.sampler import greedy_sample, sample
+from mindformers_ext.generate.stats import GenerationStats
+from mindformers_ext.generate.stopping import REASONS, RUNNING, Stopping, Verdict
+from mindformers_ext.generate.streamers import Streamer
+
+_MOST_SCORES = 2**31  # bytes that output_scores may keep
+
+
+def choose_tokens(
+    forward: BatchForward,
+    rows: Rows,
+    config: GenerationConfig,
+    stopping: Stopping,
+    stats: GenerationStats,
+    streamer: Streamer | None = None,
+    step_scores: list[np.ndarray] | None = None,
+) -> list[GeneratedRow]:
+    """Runs a batch to its end.
+
+    Args:
+        forward: the batch, nothing of it run yet.
+        rows: its rows.
+        config: options; ``num_return_sequences`` answers are sampled for each row.
+        stopping: ends rows.
+        stats: is added to.
+        streamer: is given the tokens of each step; a finished row's are pads.
+        step_scores: is appended the scores after the processors of each step, float32 ``[R, V]``; a finished row's are
+            nan.
+
+    Returns:
+        The answers, those of one prompt after each other.
+    """
+    with stats.prefill(int(rows.prompt_lengths.sum())):
+        logits = forward.prefill()
+    if config.num_return_sequences > 1:
+        copies = np.repeat(np.arange(len(rows)), config.num_return_sequences)
+        forward.select(copies)
+        logits, rows = logits[copies], rows.repeated(config.num_return_sequences)
+    processors = build_processors(config, logits.shape[1])
+    if step_scores is not None:
+        _check_room(logits, rows)
+    answers = _Answers(len(rows), int(rows.budgets.max()), config)
+    while True:
+        with stats.decode():
+            context = rows.context()
+            scores = processors(logits, context)
+            chosen = _choose(scores, context, config)
+            answers.record(rows, logits, chosen)
+            if step_scores is not None:
+                step_scores.append(answers.spread(rows, scores, np.nan))
+            rows.append(chosen)
+            if streamer is not None:
+                streamer.put(answers.spread(rows, chosen, config.filler))
+            verdict = stopping.check(chosen, rows.step, rows.budgets, rows.context, _constant(scores))
+            running = np.flatnonzero(verdict.codes == RUNNING)
+            if len(running) < len(rows):
+                answers.finish(rows, verdict)
+                if not len(running):
+                    return answers.rows
+                rows, chosen = rows.select(running), chosen[running]
+                forward.select(running)
+            logits = forward.step(chosen)
+            stats.decode_tokens += len(rows)
+
+
+def _choose(scores: np.ndarray, context: StepContext, config: GenerationConfig) -> np.ndarray:
+    if not config.do_sample:
+        return greedy_sample(scores)
+    assert config.seed is not None
+    return sample(scores, context, config.seed)
+
+
+def _constant(scores: np.ndarray) -> Callable[[], np.ndarray]:
+    return lambda: scores
+
+
+def _check_room(logits: np.ndarray, rows: Rows) -> None:
+    needed = logits.size * 4 * int(rows.budgets.max())
+    if needed > _MOST_SCORES:
+        raise ValueError(
+            f"output_scores would need {needed / 2**30:.1f} GiB ({len(rows)} rows, {logits.shape[1]} tokens, "
+            f"{int(rows.budgets.max())} steps), more than {_MOST_SCORES / 2**30:.0f}; use output_logprobs"
+        )
+
+
+class _Answers:
+    """What the rows got so far, by their numbers at the start."""
+
+    def __init__(self, num_rows: int, room: int, config: GenerationConfig) -> None:
+        self._found: list[GeneratedRow | None] = [None] * num_rows
+        self._count = config.output_logprobs
+        self._room = room
+        self._records: dict[str, np.ndarray] = {}
+
+    @property
+    def rows(self) -> list[GeneratedRow]:
+        """The answers of all rows, once they are finished."""
+        return [row for row in self._found if row is not None]
+
+    def spread(self, rows: Rows, values: np.ndarray, filler: float) -> np.ndarray:
+        """One step's ``values`` ``[R, ...]`` as those of all rows at the start; ``filler`` for the finished ones."""
+        everything = np.full((len(self._found), *values.shape[1:]), filler, values.dtype)
+        everything[rows.origins] = values
+        return everything
+
+    def record(self, rows: Rows, logits: np.ndarray, chosen: np.ndarray) -> None:
+        """Notes log-probabilities of the tokens that `rows` are about to get."""
+        if self._count is None:
+            return
+        for name, values in record_logprobs(logits, chosen, self._count).items():
+            if name not in self._records:
+                shape = (len(self._found), self._room, *values.shape[1:])
+                self._records[name] = np.zeros(shape, values.dtype)
+            self._records[name][rows.origins, rows.step] = values
+
+    def finish(self, rows: Rows, verdict: Verdict) -> None:
+        """Takes the answers of the rows that `verdict` ends."""
+        tokens = rows.new_tokens()
+        for row in np.flatnonzero(verdict.codes != RUNNING).tolist():
+            reason = REASONS[verdict.codes[row]]
+            assert reason is not None
+            match = verdict.matches.get(row)
+            origin = int(rows.origins[row])
+            records = {name: values[origin, : rows.step] for name, values in self._records.items()}
+            self._found[origin] = GeneratedRow(
+                token_ids=tokens[row].tolist(),
+                finish_reason=reason,
+                stop_string=None if match is None else match.text,
+                stop_position=None if match is None else match.position,
+                sequence_idx=int(rows.sequence_ids[row]),
+                **as_fields(records),
+            )
