@@ -184,8 +184,25 @@ def test_a_damaged_library_is_built_again(monkeypatch, tmp_path):
         pytest.skip("no compiler for the C++ kernels")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("MINDFORMERS_EXT_KERNELS", raising=False)
-    build._library_path().write_bytes(b"")
     assert build.load_library() is not None
+    path = build._library_path()
+    for damaged in (b"", path.read_bytes()[:3000], b"no library"):
+        path.write_bytes(damaged)
+        assert build.load_library() is not None
+    path.unlink()
+    assert build.load_library() is not None
+
+
+def test_a_compiler_that_makes_nothing_is_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("MINDFORMERS_EXT_KERNELS", raising=False)
+    monkeypatch.setenv("CXX", "true")
+    assert build.load_library() is None
+
+
+def test_a_compiler_may_come_with_a_prefix(monkeypatch):
+    monkeypatch.setenv("CXX", "env g++ -m64")
+    assert build._compiler() == ["env", "g++", "-m64"]
 
 
 @pytest.mark.parametrize(("variable", "threads"), [("3", 3), ("0", None), ("many", None), ("", None)])
