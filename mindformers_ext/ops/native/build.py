@@ -41,12 +41,12 @@ def load_library() -> ctypes.CDLL | None:
         return None
     try:
         library = _opened()
-        library["mfx_attend"]  # a compiler that makes nothing useful
+        _ = library.mfx_attend  # a compiler that makes nothing useful
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.warning("no C++ kernels (%s); numpy is used instead, which is slower", _reason(error))
         return None
     for name, arguments in _SIGNATURES.items():
-        function = library[name]
+        function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
     library.mfx_set_threads(num_threads())
     return library
