@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindformers_ext.checkpoint import model_files_folder
-from mindformers_ext.checkpoint.files import read_json_object
+from mindformers_ext.checkpoint import model_files_folder, read_model_json
 from mindformers_ext.config import UNSET, GenerationSection, TrainConfig
 from mindformers_ext.generate import GenerationConfig, GenerationStats, generate_rows
 from mindformers_ext.predict import Completion, Record, RunResult, Tokenizer, run_generation
@@ -58,8 +57,7 @@ def resolve_generation(
     Raises:
         ValueError: an unreadable file, or an EOS id that the model does not have.
     """
-    path = None if folder is None else folder / "generation_config.json"
-    stored = read_json_object(path) if path is not None and path.is_file() else {}
+    stored = read_model_json(folder, "generation_config.json") or {}
     active = [f"{key} {stored[key]}" for key in _SAMPLING_KEYS if stored.get("do_sample") and key in stored]
     if active:
         logger.info("generation_config.json asks for sampling (%s); decoding is greedy all the same", ", ".join(active))
