@@ -3,16 +3,17 @@
     python run_mindformer.py --config predict.yaml --predict_data "first prompt" "second" --inference.max_new_tokens 64
 
 Exit code: 0 done; 3 predicted, but some records ended in an error; 1 refused or failed; 130 interrupted.
-A mistake of the user is one line on stderr; anything else keeps its traceback.
+A mistake of the user is one line on stderr: an error whose innermost line is a `raise` of this package, which wrote its
+message for the user. What a library or a built-in raises, also when we call it directly, keeps its traceback.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import dis
 import errno
 import importlib
+import linecache
 import os
 import re
 import sys
@@ -252,14 +253,14 @@ def run(flags: argparse.Namespace, tokens: Sequence[str]) -> int:
 
 
 def _raised_by_our_code(trace: TracebackType | None) -> bool:
-    """Whether the exception comes from a `raise` statement of this package, not from inside a call that went wrong."""
+    """Whether the innermost line of the traceback is a `raise` statement of this package."""
     if trace is None:
         return False
     while trace.tb_next is not None:
         trace = trace.tb_next
     package = str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]
-    instruction = trace.tb_frame.f_code.co_code[trace.tb_lasti]
-    return package in ("mindformers_ext", __name__) and instruction == dis.opmap["RAISE_VARARGS"]
+    line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_globals)
+    return package in ("mindformers_ext", __name__) and line.split()[:1] == ["raise"]
 
 
 def user_message(error: Exception) -> str | None:
@@ -274,7 +275,7 @@ def user_message(error: Exception) -> str | None:
             return f"{error.filename}: {error.strerror}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return error.strerror
-    kinds = (ValueError, TypeError, NotImplementedError, OSError)
+    kinds = (ValueError, TypeError, OSError, RuntimeError, FloatingPointError)
     if isinstance(error, kinds) and _raised_by_our_code(error.__traceback__):
         return " ".join(line.strip() for line in str(error).splitlines())
     return None

@@ -34,9 +34,13 @@ fail() {
     exit 1
 }
 
-require_integer() { # name, value, lowest, highest
-    [[ "$2" =~ ^-?[0-9]{1,9}$ ]] && [ "$2" -ge "$3" ] && [ "$2" -le "$4" ] ||
-        fail "$1 must be an integer from $3 to $4, not '$2'. Run the launcher without arguments for its usage."
+require_integer() { # name in capitals, lowest, highest; checks the variable of that name, takes off its leading zeros
+    local variable=${1,,}
+    local value=${!variable}
+    [[ "$value" =~ ^-?[0-9]{1,9}$ ]] && [ "$value" -ge "$2" ] && [ "$value" -le "$3" ] ||
+        fail "$1 must be an integer from $2 to $3, not '$value'. Run the launcher without arguments for its usage."
+    # To arithmetic, 08 is a bad octal number and 010 is eight.
+    printf -v "$variable" %d "$((${value%%[0-9]*}10#${value#-}))"
 }
 
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -59,11 +63,11 @@ case $# in
         ;;
 esac
 
-require_integer WORKER_NUM "$worker_num" 1 1000000
+require_integer WORKER_NUM 1 1000000
 local_worker=${local_worker:-$worker_num}
-require_integer LOCAL_WORKER "$local_worker" 1 "$worker_num"
-require_integer NODE_RANK "$node_rank" 0 1000000
-require_integer CLUSTER_TIME_OUT "$cluster_time_out" -1 999999999
+require_integer LOCAL_WORKER 1 "$worker_num"
+require_integer NODE_RANK 0 1000000
+require_integer CLUSTER_TIME_OUT -1 999999999
 if [ "$local_worker" -eq "$worker_num" ]; then
     node_rank=0
 elif [ $(((node_rank + 1) * local_worker)) -gt "$worker_num" ]; then
@@ -134,7 +138,7 @@ s = socket.socket()
 s.bind(("127.0.0.1", 0))
 print(s.getsockname()[1])') || exit 1
 else
-    require_integer MASTER_PORT "$master_port" 1024 65535
+    require_integer MASTER_PORT 1024 65535
     # Only node 0 runs the scheduler, so only its port has to be free.
     if [ "$node_rank" -eq 0 ]; then
         python -c 'import socket, sys

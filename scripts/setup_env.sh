@@ -46,7 +46,7 @@ setup_env() {
     hash=$( (cat setup.py; pwd; .venv/bin/python -V) | sha256sum | cut -c1-16) || return 1
     if ! _setup_env_installed "$kind" "$hash"; then
         [ "$kind" = test ] && target='.[test]'
-        echo "installing $target into .venv (about 1 GB with MindSpore, a minute or more)" >&2
+        echo "installing $target into .venv (about 2.5 GB on disk with MindSpore, a minute or more)" >&2
         .venv/bin/python -m pip install --quiet --disable-pip-version-check -e "$target" </dev/null || return 1
         rm -f .venv/.installed-*
         : >".venv/.installed-$kind-$hash"

@@ -1,10 +1,10 @@
 """Checkpoints on disk: HuggingFace and MindFormers folders, read, checked and written. Never imports mindspore."""
 
 from mindformers_ext.checkpoint.errors import CheckpointError
+from mindformers_ext.checkpoint.files import read_model_json
 from mindformers_ext.checkpoint.huggingface import save_hf_checkpoint, write_model_files
 from mindformers_ext.checkpoint.load import (
     CheckReport,
-    LoadReport,
     WeightReader,
     check_weights,
     load_weights,
@@ -17,7 +17,6 @@ from mindformers_ext.checkpoint.save import save_checkpoint
 __all__ = [
     "CheckReport",
     "CheckpointError",
-    "LoadReport",
     "Location",
     "TensorReader",
     "TrainingState",
@@ -28,6 +27,7 @@ __all__ = [
     "locate_checkpoint",
     "model_files_folder",
     "open_weights",
+    "read_model_json",
     "save_checkpoint",
     "save_hf_checkpoint",
     "write_model_files",

@@ -55,6 +55,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return parse_json_object(path.read_bytes(), str(path))
 
 
+def read_model_json(folder: str | os.PathLike[str] | None, name: str) -> dict[str, Any] | None:
+    """Reads ``config.json``, ``generation_config.json`` or the like from a model's folder; None where there is none.
+
+    Raises:
+        CheckpointError: if the file's content is not one JSON object.
+    """
+    path = None if folder is None else Path(folder) / name
+    return read_json_object(path) if path is not None and path.is_file() else None
+
+
 def json_text(value: Mapping[str, Any], what: str) -> str:
     """Formats a JSON object for a file.
 

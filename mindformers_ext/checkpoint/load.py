@@ -44,11 +44,6 @@ class CheckReport:
     dtypes: dict[str, int]
     skipped: tuple[tuple[str, str, str], ...]
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of the parameters in memory, as float32."""
-        return 4 * self.num_values
-
     def summary(self) -> str:
         """One line for the log."""
         types = " + ".join(f"{count} {dtype}" for dtype, count in sorted(self.dtypes.items()))
@@ -57,9 +52,6 @@ class CheckReport:
             f"{self.num_parameters} parameters, {self.num_values:,} values from {self.folder} "
             f"({self.format}, {len(self.files)} file(s), {types} tensors, {self.stored_bytes:,} bytes){skipped}"
         )
-
-
-LoadReport = CheckReport
 
 
 class WeightReader:
@@ -115,7 +107,7 @@ def check_weights(path: str | os.PathLike[str], layout: WeightLayout) -> CheckRe
 
 def load_weights(
     path: str | os.PathLike[str], layout: WeightLayout, assign: Callable[[str, np.ndarray], None]
-) -> LoadReport:
+) -> CheckReport:
     """Checks a checkpoint, then reads it and hands over each parameter once.
 
     Peak memory is the model and one parameter: each array (float32, C-contiguous, writable, shared with nobody, of the

@@ -1,9 +1,9 @@
-"""Open a training checkpoint to continue from it: weights, optimizer state and counters."""
+"""Open a training checkpoint to continue from it: where its weights are, optimizer state and counters."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mindformers_ext.checkpoint.errors import CheckpointError, ProblemList
+from mindformers_ext.checkpoint.errors import CheckpointError
 from mindformers_ext.checkpoint.load import open_files
 from mindformers_ext.checkpoint.locate import (
     checkpoint_folder,
@@ -22,6 +22,8 @@ from mindformers_ext.checkpoint.locate import (
 )
 from mindformers_ext.checkpoint.save import COMMON_FILE, read_common
 from mindformers_ext.checkpoint.tensor_file import TensorFile
+
+_WEIGHTS_ONLY = "checkpoint.no_load_optim: true starts a new run from its weights"
 
 
 class TensorReader(Mapping[str, np.ndarray]):
@@ -45,30 +47,6 @@ class TensorReader(Mapping[str, np.ndarray]):
     def __contains__(self, name: object) -> bool:
         return name in self._file.tensors
 
-    def load(self, expected: Mapping[str, tuple[int, ...]], assign: Callable[[str, np.ndarray], None]) -> None:
-        """Hands over every expected tensor once, after checking that names and shapes agree on both sides.
-
-        Args:
-            expected: name -> shape.
-            assign: called with name and array, in the order of ``expected``.
-
-        Raises:
-            CheckpointError: with all missing, left over and wrongly shaped tensors; nothing was assigned then.
-        """
-        problems = ProblemList(str(self._file.path))
-        for name, shape in expected.items():
-            tensor = self._file.tensors.get(name)
-            if tensor is None:
-                problems.add("missing tensors", name)
-            elif tensor.shape != tuple(shape):
-                problems.add("wrong shapes", f"{name} is {list(tensor.shape)}, expected {list(shape)}")
-        for name in self._file.tensors:
-            if name not in expected:
-                problems.add("left over tensors", name)
-        problems.raise_if_any()
-        for name in expected:
-            assign(name, self[name])
-
 
 @dataclass
 class TrainingState:
@@ -77,14 +55,12 @@ class TrainingState:
     Attributes:
         folder: the iteration folder; give it to `load_weights` so that both read the same step.
         step: the training step that was finished.
-        model_tensors: parameter name -> values, read on access.
         optimizer_tensors: the optimizer's state, read on access, or None when it was not saved.
         common: what `save_checkpoint` was given as ``common``.
     """
 
     folder: Path
     step: int
-    model_tensors: TensorReader
     optimizer_tensors: TensorReader | None
     common: dict[str, Any]
     _files: ExitStack
@@ -112,10 +88,15 @@ def load_training_state(path: str | os.PathLike[str]) -> TrainingState:
     folder = locate_iteration(checkpoint_folder(path))
     model_files = complete_rank_files(folder, "model")
     if not model_files or not (folder / COMMON_FILE).exists():
-        raise CheckpointError(f"{folder} holds no training checkpoint (model files and {COMMON_FILE}) to resume from")
+        raise CheckpointError(
+            f"{folder} holds no training checkpoint (model files and {COMMON_FILE}) to resume from; {_WEIGHTS_ONLY}"
+        )
     optimizer_files = complete_rank_files(folder, "opt")
     if max(len(model_files), len(optimizer_files)) > 1:
-        raise CheckpointError(f"{folder} was saved on {len(model_files)} ranks; resuming from it is not supported yet")
+        ranks = max(len(model_files), len(optimizer_files))
+        raise CheckpointError(
+            f"{folder} was saved on {ranks} ranks; resuming from it is not supported yet; {_WEIGHTS_ONLY}"
+        )
     common = read_common(folder)
     step = common.get("global_step")
     if step is None:
@@ -123,6 +104,5 @@ def load_training_state(path: str | os.PathLike[str]) -> TrainingState:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise CheckpointError(f"{folder / COMMON_FILE}: global_step must be a step number, not {step!r}")
     with ExitStack() as stack:
-        files = open_files(folder, model_files + optimizer_files, stack)
-        optimizer = TensorReader(files[1]) if optimizer_files else None
-        return TrainingState(folder, step, TensorReader(files[0]), optimizer, common, stack.pop_all())
+        files = open_files(folder, optimizer_files, stack)
+        return TrainingState(folder, step, TensorReader(files[0]) if files else None, common, stack.pop_all())

@@ -1,17 +1,16 @@
-"""From a configuration to a model."""
+"""From a configuration to the model's description, its tokenizer and its weights. Never imports mindspore."""
 
 from __future__ import annotations
 
-from mindformers_ext.checkpoint import model_files_folder
-from mindformers_ext.checkpoint.files import read_json_object
+import os
+from pathlib import Path
+from typing import Any
+
+from mindformers_ext.checkpoint import load_weights, model_files_folder, read_model_json
 from mindformers_ext.config import TrainConfig
-from mindformers_ext.generate import GenerateMixin
 from mindformers_ext.models import TransformerConfig, transformer_config
-from mindformers_ext.models.gpt_model import GPTModel
-
-
-class CausalLM(GenerateMixin, GPTModel):
-    """`GPTModel` with ``generate()``."""
+from mindformers_ext.predict import Tokenizer
+from mindformers_ext.runtime import logger
 
 
 def resolve_model_config(config: TrainConfig) -> TransformerConfig:
@@ -22,9 +21,7 @@ def resolve_model_config(config: TrainConfig) -> TransformerConfig:
     """
     hf_config = None
     if config.checkpoint.load_path:
-        path = model_files_folder(config.checkpoint.load_path) / "config.json"
-        if path.is_file():
-            hf_config = read_json_object(path)
+        hf_config = read_model_json(model_files_folder(config.checkpoint.load_path), "config.json")
     section = dict(config.model.extra)
     for key in ("model_type", "architectures"):
         if getattr(config.model, key) is not None:
@@ -35,3 +32,35 @@ def resolve_model_config(config: TrainConfig) -> TransformerConfig:
             "has no config.json that would describe the model"
         )
     return transformer_config(section, hf_config)
+
+
+def tokenizer_folder(config: TrainConfig) -> Path | None:
+    """Returns where the training tokenizer lies: ``tokenizer_path``, or beside the weights; None if neither is set."""
+    path = config.train_dataset.dataloader.tokenizer_path
+    if path is not None:
+        return Path(path)
+    return model_files_folder(config.checkpoint.load_path) if config.checkpoint.load_path else None
+
+
+def training_tokenizer(config: TrainConfig) -> Tokenizer | None:
+    """Reads the training tokenizer; None where the dataset comes from the caller and no tokenizer is configured.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or no tokenizer in it.
+        ValueError: its files are damaged.
+    """
+    folder = tokenizer_folder(config)
+    return None if folder is None else Tokenizer.from_folder(folder)
+
+
+def load_model_weights(model: Any, path: str | os.PathLike[str]) -> None:
+    """Fills a model from a checkpoint; one that the caller made without ``weight_layout()`` is used as it is.
+
+    Raises:
+        FileNotFoundError: the path does not exist.
+        ValueError: the checkpoint does not fit the model.
+    """
+    if hasattr(model, "weight_layout"):
+        logger.info("weights: %s", load_weights(path, model.weight_layout(), model.set_weight).summary())
+    else:
+        logger.info("weights: the given model is used as it is, it has no weight_layout() to load them by")

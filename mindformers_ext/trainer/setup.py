@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,9 @@ from typing import Any
 from mindspore import Parameter, nn
 
 from mindformers_ext.checkpoint import (
+    TrainingState,
     load_training_state,
-    load_weights,
     locate_checkpoint,
-    model_files_folder,
     save_checkpoint,
     write_model_files,
 )
@@ -23,6 +23,7 @@ from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.callbacks import CallbackHandler, CheckpointCallback, TrainerCallback, build_callbacks
 from mindformers_ext.trainer.dataset import TrainDataset, build_dataset
 from mindformers_ext.trainer.lr_scheduler import Schedule, build_schedule
+from mindformers_ext.trainer.model import load_model_weights, tokenizer_folder
 from mindformers_ext.trainer.optimizer import AdamW
 from mindformers_ext.trainer.train_state import TrainerState
 
@@ -38,25 +39,6 @@ class TrainingRun:
     schedule: Schedule
     callbacks: CallbackHandler
     state: TrainerState
-
-
-def tokenizer_folder(config: TrainConfig) -> Path | None:
-    """Returns where the training tokenizer lies: ``tokenizer_path``, or beside the weights; None if neither is set."""
-    path = config.train_dataset.dataloader.tokenizer_path
-    if path is not None:
-        return Path(path)
-    return model_files_folder(config.checkpoint.load_path) if config.checkpoint.load_path else None
-
-
-def training_tokenizer(config: TrainConfig) -> Tokenizer | None:
-    """Reads the training tokenizer; None where the dataset comes from the caller and no tokenizer is configured.
-
-    Raises:
-        FileNotFoundError: there is no such folder, or no tokenizer in it.
-        ValueError: its files are damaged.
-    """
-    folder = tokenizer_folder(config)
-    return None if folder is None else Tokenizer.from_folder(folder)
 
 
 def build_training_run(
@@ -91,22 +73,15 @@ def build_training_run(
         scheduler = config.lr_scheduler
         options = {name: getattr(scheduler, name) for name in scheduler.to_dict() if name not in scheduler.extra}
         schedule = build_schedule(options, config.training.steps)
-    if not has_weights and not config.checkpoint.load_path:
-        model.init_weights(config.training.seed)
-    elif config.checkpoint.load_path:
-        report = load_weights(config.checkpoint.load_path, model.weight_layout(), model.set_weight)
-        logger.info("weights: %s", report.summary())
-    if optimizer is None:
-        section = config.optimizer
-        optimizer = AdamW(
-            model.trainable_params(),
-            section.betas,
-            section.eps,
-            section.weight_decay,
-            section.weight_decay_include,
-            section.weight_decay_exclude,
-        )
-    state = _resume(config, optimizer)
+    with _open_saved_run(config) as saved:
+        load_path = config.checkpoint.load_path if saved is None else saved.folder
+        if load_path:
+            load_model_weights(model, load_path)
+        elif not has_weights:
+            model.init_weights(config.training.seed)
+        if optimizer is None:
+            optimizer = _build_optimizer(config, model)
+        state = _resume(saved, optimizer, config.training.steps)
     handlers = build_callbacks([{"type": entry.type, **entry.extra} for entry in config.callbacks])
     if config.checkpoint.enable_save:
         handlers.append(_checkpoint_callback(config, model, optimizer))
@@ -135,21 +110,45 @@ def _build_dataset(config: TrainConfig, model: nn.Cell, tokenizer: Tokenizer | N
     )
 
 
-def _resume(config: TrainConfig, optimizer: AdamW) -> TrainerState:
-    """Restores optimizer and progress if the loaded checkpoint is one of training, and that is asked for."""
-    section, steps = config.checkpoint, config.training.steps
+def _build_optimizer(config: TrainConfig, model: nn.Cell) -> AdamW:
+    section = config.optimizer
+    return AdamW(
+        model.trainable_params(),
+        section.betas,
+        section.eps,
+        section.weight_decay,
+        section.weight_decay_include,
+        section.weight_decay_exclude,
+    )
+
+
+def _open_saved_run(config: TrainConfig) -> AbstractContextManager[TrainingState | None]:
+    """Opens the training checkpoint to continue from; None if there is none, or only its weights are asked for.
+
+    Raises:
+        ValueError: the checkpoint cannot be continued.
+    """
+    section = config.checkpoint
     if not section.load_path or section.no_load_optim or locate_checkpoint(section.load_path).format == "huggingface":
+        return nullcontext()
+    saved = load_training_state(section.load_path)
+    if saved.optimizer_tensors is None:
+        saved.close()
+        raise ValueError(
+            f"{saved.folder} was saved without optimizer (no_save_optim); set checkpoint.no_load_optim: true to "
+            "start a new run from its weights"
+        )
+    return saved
+
+
+def _resume(saved: TrainingState | None, optimizer: AdamW, steps: int) -> TrainerState:
+    """Restores optimizer and progress from a saved run; without one, training starts at step 0."""
+    if saved is None or saved.optimizer_tensors is None:
         return TrainerState(max_steps=steps)
-    with load_training_state(section.load_path) as saved:
-        if saved.optimizer_tensors is None:
-            raise ValueError(
-                f"{saved.folder} was saved without optimizer (no_save_optim); set checkpoint.no_load_optim: true to "
-                "start a new run from its weights"
-            )
-        optimizer.load_state_dict(saved.optimizer_tensors)
-        state = TrainerState.from_common(saved.common, steps)
-        logger.info("continuing after step %d of %s", state.global_step, saved.folder)
-        return state
+    optimizer.load_state_dict(saved.optimizer_tensors)
+    state = TrainerState.from_common(saved.common, steps)
+    logger.info("continuing after step %d of %s", state.global_step, saved.folder)
+    return state
 
 
 def _checkpoint_callback(config: TrainConfig, model: nn.Cell, optimizer: AdamW) -> CheckpointCallback:

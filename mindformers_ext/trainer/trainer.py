@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspore import nn
 
-from mindformers_ext.checkpoint import check_weights, load_weights, model_files_folder
+from mindformers_ext.checkpoint import check_weights, model_files_folder
 from mindformers_ext.config import InferenceSection, TrainConfig, load_config
 from mindformers_ext.generate import GenerationStats
 from mindformers_ext.parallel import ParallelDims, parallelize_model
@@ -26,9 +26,10 @@ from mindformers_ext.predict import (
 )
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
 from mindformers_ext.trainer.callbacks import TrainerCallback
+from mindformers_ext.trainer.causal_lm import CausalLM
 from mindformers_ext.trainer.inference import build_inference_tokenizer, generate_from_records, resolve_generation
-from mindformers_ext.trainer.model import CausalLM, resolve_model_config
-from mindformers_ext.trainer.setup import TrainingRun, build_training_run, training_tokenizer
+from mindformers_ext.trainer.model import load_model_weights, resolve_model_config, training_tokenizer
+from mindformers_ext.trainer.setup import TrainingRun, build_training_run
 from mindformers_ext.trainer.train_state import TrainerState
 from mindformers_ext.trainer.training import LossFunction, train_loop
 
@@ -161,7 +162,7 @@ class Trainer:
                 or of strings; None takes ``inference.input_data``.
             max_new_tokens: None takes ``inference.max_new_tokens``.
             output: ``.jsonl``, ``.json``, ``.txt`` or a name without suffix; None takes ``inference.output``; an empty
-                string writes no file.
+                string, or None without an ``inference`` section, writes no file.
             batch_size: None takes ``inference.batch_size``.
             dataset_field: field of a record that holds the prompt; None takes ``predict.dataset_field``.
             **generation: options of decoding in the names of the YAML's ``generation``, and the plug-ins
@@ -238,12 +239,7 @@ class Trainer:
         """Fills the model from ``checkpoint.load_path``, once."""
         if self._weights_loaded:
             return
-        if hasattr(self.model, "weight_layout"):
-            path = self.config.checkpoint.load_path
-            report = load_weights(path, self.model.weight_layout(), self.model.set_weight)
-            logger.info("weights: %s", report.summary())
-        else:
-            logger.info("weights: the given model is used as it is, it has no weight_layout() to load them by")
+        load_model_weights(self.model, self.config.checkpoint.load_path)
         self._weights_loaded = True
 
     def _model_files(self) -> Path | None:
@@ -264,7 +260,7 @@ def _load(
 def _inference_options(
     config: TrainConfig, input_data: Any, max_new_tokens: int | None, output: str | None, batch_size: int | None
 ) -> InferenceSection:
-    section = config.inference or InferenceSection()
+    section = config.inference or InferenceSection(output="")
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive integer, not {value!r}")

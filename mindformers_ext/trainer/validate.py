@@ -1,20 +1,24 @@
-"""``--validate``: everything that can be checked without running, and an estimate of the memory."""
+"""``--validate``: everything that can be checked without running, and an estimate of the memory.
+
+A predict YAML is checked without importing mindspore.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
-from mindformers_ext.checkpoint import check_weights
+from mindformers_ext.checkpoint import check_weights, model_files_folder
 from mindformers_ext.config import TrainConfig
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.predict import Tokenizer, check_output, normalize_input
-from mindformers_ext.trainer.inference import build_inference_tokenizer
-from mindformers_ext.trainer.model import resolve_model_config
-from mindformers_ext.trainer.setup import training_tokenizer
+from mindformers_ext.trainer.model import resolve_model_config, training_tokenizer
 
 _FLOAT_BYTES = 4
 # Weights, gradients and the two moments of AdamW.
 _TRAINING_COPIES = 4
+# Prompt of the estimate, in tokens, beside the longest that the model takes.
+_USUAL_PROMPT = 256
 
 
 def validate(config: TrainConfig) -> None:
@@ -28,13 +32,19 @@ def validate(config: TrainConfig) -> None:
     for warning in config.warnings:
         print(f"warning: {warning}")
     predict = config.run_mode == "predict"
-    tokenizer = build_inference_tokenizer(config) if predict else training_tokenizer(config)
+    tokenizer = _prediction_tokenizer(config) if predict else training_tokenizer(config)
     model = resolve_model_config(config)
     if tokenizer is not None:
         _report_tokenizer(tokenizer, model)
     values = _report_weights(config, model)
     (_report_prediction if predict else _report_training)(config, model, values)
     print("valid")
+
+
+def _prediction_tokenizer(config: TrainConfig) -> Tokenizer:
+    # As trainer.inference does it, which imports mindspore.
+    assert config.checkpoint.load_path is not None  # the loader requires it
+    return Tokenizer.from_folder(model_files_folder(config.checkpoint.load_path))
 
 
 def _report_tokenizer(tokenizer: Tokenizer, model: TransformerConfig) -> None:
@@ -48,15 +58,12 @@ def _report_tokenizer(tokenizer: Tokenizer, model: TransformerConfig) -> None:
 
 def _report_weights(config: TrainConfig, model: TransformerConfig) -> int:
     layout = weight_layout(model)
-    values = 0
-    for mapping in layout.mappings:
-        size = 1
-        for dim in mapping.shape:
-            size *= dim
-        values += size
+    path = config.checkpoint.load_path
+    report = check_weights(path, layout) if path else None
+    values = report.num_values if report else sum(math.prod(mapping.shape) for mapping in layout.mappings)
     print(f"model: {model.model_type}, {model.num_layers} layers, {values:,} parameters")
-    if config.checkpoint.load_path:
-        print(f"weights: {check_weights(config.checkpoint.load_path, layout).summary()}")
+    if report:
+        print(f"weights: {report.summary()}")
     return values
 
 
@@ -74,15 +81,20 @@ def _report_prediction(config: TrainConfig, model: TransformerConfig, values: in
         print("input: none in the configuration; it has to be an argument of inference()")
     print(f"output: {section.output}")
     per_token = 2 * model.num_layers * model.num_query_groups * model.kv_channels * _FLOAT_BYTES
-    cache = section.batch_size * model.seq_length * per_token
     logits = section.batch_size * model.vocab_size * _FLOAT_BYTES
+    print(f"memory: weights {_size(values * _FLOAT_BYTES)}, logits {_size(logits)}")
+    rows = section.batch_size
+    usual = min(_USUAL_PROMPT + section.max_new_tokens, model.seq_length)
     print(
-        f"memory: weights {_size(values * _FLOAT_BYTES)}, cache up to {_size(cache)} "
-        f"({per_token:,} bytes a token, {section.batch_size} rows of {model.seq_length}), logits {_size(logits)}"
+        f"cache: {per_token:,} bytes a token; {rows} rows of {usual} tokens {_size(rows * usual * per_token)}, "
+        f"at most {_size(rows * model.seq_length * per_token)} ({rows} rows of {model.seq_length})"
     )
 
 
 def _report_training(config: TrainConfig, model: TransformerConfig, values: int) -> None:
+    from mindformers_ext.trainer.training import check_batch_sizes  # imports mindspore
+
+    check_batch_sizes(config.training)
     path = config.train_dataset.dataloader.path
     for file in [path] if isinstance(path, str) else path or []:
         if not Path(file).is_file():

@@ -10,7 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindformers_ext.checkpoint import check_weights, load_weights, locate_checkpoint, model_files_folder
+from mindformers_ext.checkpoint import (
+    CheckpointError,
+    check_weights,
+    load_weights,
+    locate_checkpoint,
+    model_files_folder,
+    read_model_json,
+)
 from mindformers_ext.checkpoint.tensor_file import widen_bfloat16
 from mindformers_ext.models.weights import WeightLayout, WeightMapping
 from tests.unit.checkpoint import toy
@@ -189,7 +196,7 @@ def test_checking_reads_headers_only(tmp_path: Path) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert report.stored_bytes == report.memory_bytes == 4 << 20
+    assert report.stored_bytes == 4 * report.num_values == 4 << 20
     assert peak < 1 << 20
 
 
@@ -237,6 +244,17 @@ def test_an_index_may_list_the_single_file(tmp_path: Path) -> None:
     toy.write_index(tmp_path / "model.safetensors.index.json", {name: "model.safetensors" for name in HF})
     assert locate_checkpoint(tmp_path).index is not None
     assert check_weights(tmp_path, LAYOUT).files == (tmp_path / "model.safetensors",)
+
+
+def test_a_json_file_beside_the_weights_is_a_dict_or_none_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    (tmp_path / "generation_config.json").write_text("[1]")
+    assert read_model_json(tmp_path, "config.json") == {"a": 1}
+    assert read_model_json(str(tmp_path), "other.json") is None
+    assert read_model_json(tmp_path / "nowhere", "config.json") is None
+    assert read_model_json(None, "config.json") is None
+    with pytest.raises(CheckpointError, match="generation_config.json must hold a JSON object"):
+        read_model_json(tmp_path, "generation_config.json")
 
 
 def test_importing_the_package_does_not_import_mindspore() -> None:

@@ -132,6 +132,20 @@ def test_nine_arguments_start_the_ranks_of_this_node(launch, script, tmp_path):
     assert "rank 2" in done.stdout
 
 
+def test_leading_zeros_do_not_make_a_number_octal(launch, script, tmp_path):
+    done = launch(script("pass"), "08", "02", "10.0.0.1", "09123", "03", "logs", "True", "0060")
+    assert done.returncode == 0, done.stderr
+    given = {"--worker_num=8", "--local_worker_num=2", "--node_rank=3", "--master_port=9123", "--cluster_time_out=60"}
+    assert given <= set(options(tmp_path))
+    assert (tmp_path / "logs/worker_7.log").exists()
+
+
+def test_a_negative_timeout_passes_as_it_is(launch, script, tmp_path):
+    done = launch(script("pass"), "2", "auto", "logs", "True", "-1")
+    assert done.returncode == 0, done.stderr
+    assert "--cluster_time_out=-1" in options(tmp_path)
+
+
 def test_nine_arguments_with_all_workers_here_are_a_single_node(launch, script, tmp_path):
     done = launch(script("pass"), "2", "2", "10.0.0.1", "", "0", "logs", "True", "60")
     assert done.returncode == 0, done.stderr

@@ -1,10 +1,11 @@
 """The command line: which flags act, which are refused, what a mistake looks like, and the exit codes."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,13 +15,29 @@ ROOT = Path(run_mindformer.__file__).parent
 
 # Stands in for mindformers_ext.trainer. `plan` decides what each call does.
 FAKE_TRAINER = """
+import json
 import numpy
+
+calls, plan = [], {}
 
 def act(name, config):
     calls.append((name, config))
     step = plan.get(name)
     if step == "mistake":
-        raise ValueError("checkpoint.load_path: no tokenizer.json in x;\\n give the folder of the model")
+        raise ValueError(
+            "checkpoint.load_path: no tokenizer.json in x;\\n give the folder of the model"
+        )
+    if step == "diverged":
+        raise RuntimeError("step 3: loss nan. Lower the learning rate")
+    if step == "own bug":
+        raise KeyError("x")
+    if step == "library":
+        json.loads("{")
+    if step == "re-raised":
+        try:
+            json.loads("{")
+        except ValueError:
+            raise
     if step == "bug":
         numpy.zeros(2) + numpy.zeros(3)
     if step == "bad int":
@@ -66,9 +83,11 @@ train_dataset: {dataloader: {type: JsonlDataset, path: data.jsonl, tokenizer_pat
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
     """A fake trainer, and a folder with predict.yaml and train.yaml that is the working directory."""
-    trainer = ModuleType("mindformers_ext.trainer")
-    trainer.calls, trainer.plan = [], {}
-    exec(compile(FAKE_TRAINER, "trainer.py", "exec"), trainer.__dict__)
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "trainer.py").write_text(FAKE_TRAINER)
+    spec = importlib.util.spec_from_file_location("mindformers_ext.trainer", tmp_path / "fake" / "trainer.py")
+    trainer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(trainer)
     monkeypatch.setitem(sys.modules, "mindformers_ext.trainer", trainer)
     monkeypatch.setitem(sys.modules, "mindformers_ext.trainer.validate", trainer)
     monkeypatch.chdir(tmp_path)
@@ -134,7 +153,23 @@ def test_a_file_that_cannot_be_opened_is_named_on_one_line(fake, capsys):
     assert capsys.readouterr().err == "error: /nowhere/at/all.jsonl: No such file or directory\n"
 
 
-@pytest.mark.parametrize(("step", "kind"), [("bug", ValueError), ("bad int", ValueError), ("no module", ImportError)])
+def test_a_training_that_diverges_is_one_line(fake, capsys):
+    fake.plan["train"] = "diverged"
+    assert run("--config", "train.yaml") == 1
+    assert capsys.readouterr().err == "error: step 3: loss nan. Lower the learning rate\n"
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        ("bug", ValueError),
+        ("bad int", ValueError),
+        ("no module", ImportError),
+        ("own bug", KeyError),
+        ("library", ValueError),
+        ("re-raised", ValueError),
+    ],
+)
 def test_a_bug_keeps_its_traceback(fake, step, kind):
     fake.plan["inference"] = step
     with pytest.raises(kind):

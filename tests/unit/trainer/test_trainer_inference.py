@@ -21,6 +21,13 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture
+def usual_umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
 def config(**sections):
     base = {
         "run_mode": "predict",
@@ -76,9 +83,9 @@ def test_rows_have_the_documented_keys_and_the_users_own_fields():
     assert (row["finish_reason"], row["num_prompt_tokens"], row["num_new_tokens"]) == ("length", len(ANSWER) - 6, 6)
 
 
+@pytest.mark.usefixtures("usual_umask")
 @pytest.mark.parametrize("name", ["out.jsonl", "out.json", "out.txt", "out"])
 def test_every_format_is_written_readable_by_owner_and_group_only(name):
-    os.umask(0o022)
     Trainer(config()).inference([case["prompt"] for case in CASES], output=f"deep/er/{name}")
     text = pathlib.Path("deep/er", name).read_text(encoding="utf-8")
     assert stat.S_IMODE(os.stat(f"deep/er/{name}").st_mode) == 0o640

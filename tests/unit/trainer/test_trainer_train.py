@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from mindformers_ext.checkpoint import load_weights
-from mindformers_ext.trainer import Trainer
+from mindformers_ext.models import transformer_config
+from mindformers_ext.models.gpt_model import GPTModel
+from mindformers_ext.trainer import Trainer, setup
+from mindformers_ext.trainer.causal_lm import CausalLM
 
 TOKENIZER = pathlib.Path(__file__).parents[2] / "data" / "checkpoints" / "qwen3"
 MODEL = {
@@ -98,6 +101,34 @@ def test_ten_steps_and_ten_more_equal_twenty_to_the_last_digit(load_path):
     same(weights(resumed), weights(whole))
 
 
+def test_a_growing_batch_resumes_in_the_middle_of_its_growth_to_the_last_digit():
+    from mindformers_ext.trainer.callbacks import TrainerCallback
+
+    class Sizes(TrainerCallback):
+        def __init__(self):
+            self.sizes = []
+
+        def on_step_end(self, args, state, **kwargs):
+            self.sizes.append(state.global_batch_size)
+
+    def run(**sections):
+        log = Sizes()
+        trainer = Trainer(config(**sections), callbacks=[log])
+        trainer.train()
+        return trainer, log.sizes
+
+    training = {"steps": 9, "global_batch_size": 6, "rampup_batch_size": [2, 2, 14]}
+    whole, sizes = run(training=training, checkpoint={"save_path": "whole"})
+    assert sizes == [2, 2, 2, 2, 4, 4, 6, 6, 6]
+    assert whole.state.consumed_samples == sum(sizes)
+    half, first = run(training={**training, "steps": 5})
+    resumed, rest = run(training=training, checkpoint={"load_path": "saved"})
+    assert (first, rest) == (sizes[:5], sizes[5:])
+    assert losses(half.state) | losses(resumed.state) == losses(whole.state)
+    assert resumed.state.to_common() == whole.state.to_common()
+    same(weights(resumed), weights(whole))
+
+
 def test_predicting_from_the_saved_folder_equals_predicting_in_memory():
     trainer = Trainer(config())
     trainer.train()
@@ -153,6 +184,61 @@ def test_a_checkpoint_without_optimizer_cannot_be_continued():
     Trainer(config(checkpoint={"no_save_optim": True})).train()
     with pytest.raises(ValueError, match="saved without optimizer .*set checkpoint.no_load_optim: true"):
         Trainer(config(checkpoint={"load_path": "saved"}))
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("common.json", "holds no training checkpoint .*checkpoint.no_load_optim: true"),
+        ("checkpoint-opt-0000000-0000001.safetensors", "saved without optimizer .*checkpoint.no_load_optim: true"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_continued_is_refused_before_its_weights_are_read(file, message, monkeypatch):
+    Trainer(config(training={"steps": 1})).train()
+    pathlib.Path("saved/iteration_00000001", file).unlink()
+    monkeypatch.setattr(setup, "load_model_weights", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match=message):
+        Trainer(config(checkpoint={"load_path": "saved"}))
+
+
+def test_weights_and_optimizer_come_from_one_step_when_the_tracker_moves_meanwhile(monkeypatch):
+    Trainer(config(training={"steps": 20})).train()
+    tracker = pathlib.Path("saved/latest_checkpointed_iteration.txt")
+    tracker.write_text("10")
+    original = setup.load_training_state
+
+    def load_then_move(path):
+        state = original(path)
+        tracker.write_text("20")
+        return state
+
+    monkeypatch.setattr(setup, "load_training_state", load_then_move)
+    resumed = Trainer(config(checkpoint={"load_path": "saved"}))
+    assert resumed.state.global_step == 10
+    saved = {}
+    load_weights("saved/iteration_00000010", resumed.model.weight_layout(), saved.__setitem__)
+    same(weights(resumed), saved)
+
+
+def test_a_given_model_without_layout_keeps_its_weights(monkeypatch):
+    monkeypatch.delattr(GPTModel, "weight_layout")
+    given = CausalLM(transformer_config(MODEL, None))
+    given.init_weights(3)
+    before = {name: parameter.asnumpy().copy() for name, parameter in given.parameters_dict().items()}
+    settings = config(checkpoint={"load_path": str(TOKENIZER), "enable_save": False}, training={"steps": 1})
+    trainer = Trainer(settings, model=given)
+    same(weights(trainer), before)
+    trainer.train()
+
+
+def test_inference_of_a_training_trainer_writes_no_file_unless_asked():
+    trainer = Trainer(config(checkpoint={"enable_save": False}))
+    before = sorted(pathlib.Path().iterdir())
+    trainer.inference("1 + 1 =", max_new_tokens=2)
+    assert sorted(pathlib.Path().iterdir()) == before
+    trainer = Trainer(config(checkpoint={"enable_save": False}, inference={"max_new_tokens": 2}))
+    trainer.inference("1 + 1 =")
+    assert pathlib.Path("inference_result.jsonl").is_file()
 
 
 def test_training_starts_from_huggingface_weights():

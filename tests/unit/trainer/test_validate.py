@@ -1,0 +1,77 @@
+"""--validate: what it prints, what it refuses, and that a predict YAML is answered without MindSpore."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from mindformers_ext.config import load_config
+from mindformers_ext.trainer import validate as validate_module
+from mindformers_ext.trainer.validate import validate
+
+ROOT = pathlib.Path(__file__).parents[3]
+CHECKPOINT = ROOT / "tests" / "data" / "checkpoints" / "qwen3"
+PREDICT = {
+    "run_mode": "predict",
+    "checkpoint": {"load_path": str(CHECKPOINT)},
+    "inference": {"input_data": ["a", "b"], "max_new_tokens": 20, "batch_size": 3, "output": "out.jsonl"},
+}
+
+
+def training(**options):
+    loader = {"type": "JsonlDataset", "path": "train.jsonl", "tokenizer_path": str(CHECKPOINT)}
+    return {
+        "training": {"steps": 2, **options},
+        "checkpoint": {"enable_save": False},
+        "optimizer": {"type": "AdamW"},
+        "lr_scheduler": {"type": "ConstantWarmUpLR", "learning_rate": 1e-3},
+        "train_dataset": {"dataloader": loader},
+        "model": json.loads((CHECKPOINT / "config.json").read_text()),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("train.jsonl").write_text("{}")
+
+
+def test_the_cache_of_a_usual_prompt_stands_beside_the_largest(capsys, monkeypatch):
+    stored = json.loads((CHECKPOINT / "config.json").read_text())
+    per_token = 2 * 4 * stored["num_hidden_layers"] * stored["num_key_value_heads"] * stored["head_dim"]
+    longest = stored["max_position_embeddings"]
+    monkeypatch.setattr(validate_module, "_USUAL_PROMPT", 30)
+    validate(load_config(PREDICT))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("cache: "))
+    usual, most = (f"{3 * length * per_token / 2**20:,.1f} MiB" for length in (50, longest))
+    assert line == (
+        f"cache: {per_token:,} bytes a token; 3 rows of 50 tokens {usual}, at most {most} (3 rows of {longest})"
+    )
+
+
+def test_parameters_are_those_of_the_checkpoint_or_counted_without_one(capsys):
+    validate(load_config(PREDICT))
+    validate(load_config(training()))
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("model: "))
+    assert first == second
+    assert " 0 parameters" not in first
+
+
+def test_batch_sizes_that_training_would_refuse_are_refused():
+    config = load_config(training())
+    config.training.local_batch_size, config.training.global_batch_size = 4, 6
+    with pytest.raises(ValueError, match=r"training.global_batch_size\b.*\b6\b.* multiple"):
+        validate(config)
+
+
+def test_a_predict_yaml_is_checked_without_mindspore():
+    code = (
+        "import sys\n"
+        "from mindformers_ext.config import load_config\n"
+        "from mindformers_ext.trainer.validate import validate\n"
+        f"validate(load_config({PREDICT!r}))\n"
+        "sys.exit('mindspore' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
