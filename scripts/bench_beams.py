@@ -12,7 +12,7 @@ import json
 import statistics
 from typing import Any
 
-from bench_generate import SHAPE, machine, prompts_of
+from bench_generate import SHAPE, machine, prompts_of  # type: ignore[import-not-found]
 
 
 def step_ms(model: Any, prompts: list[list[int]], options: argparse.Namespace, num_beams: int) -> float:

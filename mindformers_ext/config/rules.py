@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from mindformers_ext.config.build import unknown_key
 from mindformers_ext.config.errors import Source, joined
 from mindformers_ext.config.generation import conflicts, without_effect
-from mindformers_ext.config.schema import MonitorSection, TrainConfig
-from mindformers_ext.config.section import OpenSection
+from mindformers_ext.config.schema import TrainConfig
+from mindformers_ext.config.section import OpenSection, Section
 
 OPTIMIZERS = ("AdamW",)
 LR_SCHEDULERS = ("ConstantWarmUpLR", "CosineWithWarmUpLR", "LinearWithWarmUpLR")
 DATALOADERS = ("JsonlDataset", "TextDataset")
+
+# Keys and sections that are accepted so that files of MindSpore Transformers load, and that change nothing, by
+# reason. docs/yaml.md marks the same ones.
+NO_EFFECT: dict[str, tuple[str, ...]] = {
+    "checkpoints are written before the next step": ("checkpoint.async_save",),
+    "one process reads and writes whole checkpoints": (
+        *("checkpoint.remove_redundancy", "checkpoint.load_balanced", "checkpoint.load_worker_number"),
+        *("checkpoint.save_global_layout_cache", "checkpoint.reshard_worker_num"),
+    ),
+    "an epoch's last blocks are followed by the next epoch's first": ("train_dataset.drop_remainder",),
+    "the data is read and packed before the first step": (
+        *("train_dataset.num_parallel_workers", "train_dataset.prefetch_size", "train_dataset.numa_enable"),
+        *("train_dataset.use_distribute_dataset", "train_dataset.balance_enabled"),
+        *("train_dataset.dataloader.column_names", "train_dataset.dataloader.python_multiprocessing"),
+    ),
+    "the training log holds step, loss, learning rate, gradient norm and tokens/s": ("monitor",),
+    "training does not evaluate": ("eval_dataset",),
+    "not supported yet": ("recompute", "recompute_comm", "swap", "profiler"),
+    "the device is the one that MindSpore finds, the mode is PyNative": (
+        *("context.mode", "context.max_device_memory", "context.device_target"),
+    ),
+}
+# What only training reads; a predict YAML is often a training YAML with a few lines more.
+TRAINING_ONLY = (
+    *("optimizer", "lr_scheduler", "train_dataset", "callbacks"),
+    *("training.steps", "training.local_batch_size", "training.global_batch_size", "training.max_norm"),
+    *("training.use_skip_step_on_nan", "training.max_consecutive_skipped_steps", "training.rampup_batch_size"),
+    *("checkpoint.enable_save", "checkpoint.save_path", "checkpoint.save_max", "checkpoint.save_interleaved_steps"),
+    *("checkpoint.no_save_optim", "checkpoint.prefix", "checkpoint.no_load_optim"),
+)
+# Switches, and the value that asks for what happens anyway; so does false everywhere.
+_OFF = {"recompute.mode": "None", "context.mode": 1}
+_SWITCHES = {"recompute": "mode", "recompute_comm": "enable", "swap": "enable", "profiler": "enable_profiling"}
 
 
 def check_rules(config: TrainConfig, source: Source, provided: Collection[str] = ()) -> None:
@@ -62,8 +96,6 @@ def _check_supported(config: TrainConfig, source: Source) -> None:
     if config.checkpoint.base_load_path or config.checkpoint.save_trainable_only:
         name = "base_load_path" if config.checkpoint.base_load_path else "save_trainable_only"
         raise source.error(("checkpoint", name), "adapter checkpoints are not supported yet; remove this key")
-    if config.training.rampup_batch_size is not None and config.run_mode == "train":
-        raise source.error(("training", "rampup_batch_size"), "is not supported yet; remove this key")
     problems = [source.error(("generation", key), problem) for key, problem in conflicts(config.generation)]
     if problems:
         raise joined(problems)
@@ -82,11 +114,9 @@ def _check_predict(config: TrainConfig, source: Source) -> None:
 
 def _check_train(config: TrainConfig, source: Source, provided: Collection[str]) -> None:
     training, has_load_path = config.training, bool(config.checkpoint.load_path.strip())
-    if training.global_batch_size % training.local_batch_size:
-        raise source.error(
-            ("training", "global_batch_size"),
-            f"{training.global_batch_size} is not a multiple of local_batch_size {training.local_batch_size}",
-        )
+    mistake = batch_size_mistake(training.local_batch_size, training.global_batch_size, training.rampup_batch_size)
+    if mistake is not None:
+        raise source.error(("training", mistake[0]), mistake[1])
     if "model" not in provided and config.model.model_type is None and not has_load_path:
         raise source.error(
             ("model", "model_type"),
@@ -106,6 +136,30 @@ def _check_train(config: TrainConfig, source: Source, provided: Collection[str])
         raise source.error(
             ("checkpoint", "save_path"), "is missing; give the folder to save to, or set checkpoint.enable_save: false"
         )
+
+
+def batch_size_mistake(local: int, total: int, rampup: Sequence[int] | None) -> tuple[str, str] | None:
+    """Finds batch sizes that do not divide.
+
+    Args:
+        local: ``training.local_batch_size``.
+        total: ``training.global_batch_size``.
+        rampup: ``training.rampup_batch_size``: start, increment and samples.
+
+    Returns:
+        The key of ``training`` and what is wrong with it, or None.
+    """
+    if local < 1 or total < local or total % local:
+        return "global_batch_size", f"{total} is not a multiple of local_batch_size {local}"
+    if not rampup:
+        return None
+    start, increment, _ = rampup
+    if start % local or increment % local:
+        sizes = f"start {start} and increment {increment}"
+        return "rampup_batch_size", f"{sizes} must be multiples of local_batch_size {local}"
+    if start > total or (total - start) % increment:
+        return "rampup_batch_size", f"steps of {increment} from {start} do not lead to global_batch_size {total}"
+    return None
 
 
 def _check_dataloader(config: TrainConfig, source: Source, has_load_path: bool) -> None:
@@ -148,30 +202,38 @@ def _refuse_extra(section: OpenSection, path: tuple[str, ...], source: Source) -
 
 
 def _warnings(config: TrainConfig) -> Iterator[str]:
-    in_predict = config.run_mode == "predict"
-    if config.recompute.mode != "None":
-        yield _ignored("recompute", in_predict)
-    if config.recompute_comm.enable:
-        yield _ignored("recompute_comm", in_predict)
-    if config.swap.enable:
-        yield _ignored("swap", in_predict)
-    if config.profiler.enable_profiling:
-        yield _ignored("profiler", in_predict)
-    if config.context.mode != 1:
-        yield f"context.mode: {config.context.mode} is ignored: the run is in PyNative mode (1)"
     for sentence in without_effect(config.generation, config.generation.explicit()):
         yield f"generation: {sentence}"
-    if in_predict:
+    if config.run_mode == "predict":
+        keys = (*TRAINING_ONLY, *(key for group in NO_EFFECT.values() for key in group))
+        sections = {key for key in keys if _asks(config, key)}
+        named = [key for key in keys if key in sections and not _parents(key) & sections]
+        if named:
+            yield f"no effect in predict: {', '.join(named)}"
         return
-    if config.checkpoint.async_save:
-        yield "checkpoint.async_save is ignored: checkpoints are written before the next step"
-    if config.train_dataset.balance_enabled:
-        yield "train_dataset.balance_enabled is ignored"
-    if config.monitor != MonitorSection():
-        yield "monitor is ignored: the training log holds step, loss, learning rate, gradient norm and tokens/s"
-    if "eval_dataset" in config.extra:
-        yield "eval_dataset is ignored: training does not evaluate"
+    for reason, keys in NO_EFFECT.items():
+        named = [key for key in keys if _asks(config, key)]
+        if named:
+            yield f"no effect: {', '.join(named)} ({reason})"
 
 
-def _ignored(section: str, in_predict: bool) -> str:
-    return f"{section} is ignored: " + ("it belongs to training" if in_predict else "it is not supported yet")
+def _parents(key: str) -> set[str]:
+    parts = key.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts))}
+
+
+def _asks(config: TrainConfig, key: str) -> bool:
+    """Tells whether the user wrote a key, or anything in a section, and not to ask for what happens anyway."""
+    value: Any = config
+    for part in key.split("."):
+        if part in getattr(value, "extra", {}):
+            return True
+        if part not in value.given:
+            return False
+        value = getattr(value, part)
+    if key in _SWITCHES:
+        switch = f"{key}.{_SWITCHES[key]}"
+        return getattr(value, _SWITCHES[key]) not in (False, _OFF.get(switch))
+    if isinstance(value, Section):
+        return bool(value.given or getattr(value, "extra", None))
+    return value is not False and value not in (None, [], _OFF.get(key))

@@ -372,3 +372,7 @@ class TrainConfig(Section):
     predict: PredictSection = field(default_factory=PredictSection)
     extra: dict[str, Any] = field(default_factory=dict, metadata={"yaml": False})
     warnings: list[str] = field(default_factory=list, compare=False, metadata={"yaml": False})
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was written and what differs from the defaults, as plain data that `load_config` reads back."""
+        return self.written()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, get_type_hints
 
@@ -44,33 +45,39 @@ Name = Annotated[str, Check("that is not empty", lambda value: bool(value.strip(
 class Section:
     """One section of the YAML. `given` holds the names of the keys that the user wrote, defaults excluded."""
 
-    allow_extra: ClassVar[bool] = False
     reserved: ClassVar[Mapping[str, str]] = {}  # key that is refused -> what the user should know about it
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False, metadata={"yaml": False})
 
     def to_dict(self) -> dict[str, Any]:
-        """The section as plain data that `load_config` reads back; free keys stand beside the known ones."""
-        result = {name: _plain(getattr(self, name)) for name in yaml_fields(type(self))}
-        extra = _plain(getattr(self, "extra", {}))
-        return {key: value for key, value in (result | extra).items() if value is not UNSET}
+        """The section as plain data; free keys stand beside the known ones."""
+        return self._to_dict(yaml_fields(type(self)), Section.to_dict)
+
+    def written(self) -> dict[str, Any]:
+        """Like `to_dict`, without the defaults that the user did not write."""
+        defaults = type(self)()
+        names = [
+            name
+            for name in yaml_fields(type(self))
+            if name in self.given or getattr(self, name) != getattr(defaults, name)
+        ]
+        return self._to_dict(names, Section.written)
+
+    def _to_dict(self, names: Iterable[str], below: Callable[[Section], dict[str, Any]]) -> dict[str, Any]:
+        result = {name: _plain(getattr(self, name), below) for name in names} | getattr(self, "extra", {})
+        return {key: value for key, value in copy.deepcopy(result).items() if value is not UNSET}
 
 
 @dataclass(slots=True, kw_only=True)
 class OpenSection(Section):
     """A section that also takes keys it does not know; they are kept in `extra`."""
 
-    allow_extra: ClassVar[bool] = True
     extra: dict[str, Any] = field(default_factory=dict, metadata={"yaml": False})
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, below: Callable[[Section], dict[str, Any]]) -> Any:
     if isinstance(value, Section):
-        return value.to_dict()
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
+        return below(value)
+    return [_plain(item, below) for item in value] if isinstance(value, list) else value
 
 
 def yaml_fields(section: type[Section]) -> dict[str, Any]:

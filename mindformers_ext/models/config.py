@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -70,19 +71,11 @@ class TransformerConfig:
     seq_length: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_layers",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "ffn_hidden_size",
-            "max_position_embeddings",
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"model: {name} must be a positive integer, not {value!r}")
+        if self.seq_length in (None, 0):
+            object.__setattr__(self, "seq_length", self.max_position_embeddings)
+        for entry in fields(self):
+            value = checked_value(entry.name, getattr(self, entry.name), f"model: {entry.name}")
+            object.__setattr__(self, entry.name, value)
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"model: num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -90,8 +83,6 @@ class TransformerConfig:
             )
         if self.kv_channels % 2:
             raise ValueError(f"model: head_dim must be even for rotary embeddings, not {self.kv_channels}")
-        if not self.seq_length:
-            object.__setattr__(self, "seq_length", self.max_position_embeddings)
         if self.seq_length > self.max_position_embeddings:
             raise ValueError(
                 f"model: seq_length ({self.seq_length}) exceeds max_position_embeddings "
@@ -107,3 +98,39 @@ class TransformerConfig:
     def qkv_size(self) -> int:
         """Rows of the fused query, key and value projection."""
         return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+
+
+_TYPES = {entry.name: entry.type for entry in fields(TransformerConfig)}  # as text: annotations are not evaluated
+_OTHER_TYPES = {
+    "bool": (bool, "true or false"),
+    "str": (str, "text"),
+    "RopeParameters": (RopeParameters, "RopeParameters"),
+}
+
+
+def checked_value(name: str, value: Any, shown: str) -> Any:
+    """Checks a value against the type of a field of `TransformerConfig`.
+
+    Args:
+        name: the field.
+        value: what it was set to; a whole float may stand for an integer and an integer for a float.
+        shown: how the message names the field: the source and the key that the user wrote.
+
+    Returns:
+        The value in the type of the field.
+
+    Raises:
+        ValueError: another type, or a number that is not positive.
+    """
+    kind = _TYPES[name]
+    if kind in ("int", "float"):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if name == "seq_length" and is_number and value == 0:
+            return 0  # max_position_embeddings
+        if not is_number or value <= 0 or kind == "int" and value != int(value):
+            raise ValueError(f"{shown} must be a positive {'integer' if kind == 'int' else 'number'}, not {value!r}")
+        return int(value) if kind == "int" else float(value)
+    expected, text = _OTHER_TYPES[str(kind)]
+    if not isinstance(value, expected):
+        raise ValueError(f"{shown} must be {text}, not {value!r}")
+    return value

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from mindformers_ext.runtime import logger
+
 
 class Degrees(Protocol):
     """The part of the ``parallelism`` section that is read here."""
@@ -42,6 +44,9 @@ class ParallelDims:
     def from_config(cls, parallelism: Degrees, world_size: int) -> ParallelDims:
         """Works out the data-parallel degrees from the rest.
 
+        A ``data_parallel_shard`` above the data-parallel size means all of it, as in MindSpore Transformers, so that
+        a YAML for a larger job still starts; the log says so.
+
         Raises:
             ValueError: the degrees and the number of processes do not fit together.
         """
@@ -53,12 +58,17 @@ class ParallelDims:
             )
         data_parallel = world_size // (tp * cp * pp)
         shard = parallelism.data_parallel_shard
-        dp_replicate = 1 if shard < 0 else max(data_parallel // shard, 1)
-        dp_shard = data_parallel // dp_replicate
-        if dp_replicate * dp_shard != data_parallel:
+        if shard > data_parallel:
+            logger.warning(
+                "parallelism: data_parallel_shard (%d) exceeds the data-parallel size and is lowered to it, %d",
+                *(shard, data_parallel),
+            )
+        dp_shard = data_parallel if shard < 0 else min(shard, data_parallel)
+        if data_parallel % dp_shard:
             raise ValueError(
                 f"parallelism: data_parallel_shard ({shard}) must divide the data-parallel size, {data_parallel}"
             )
+        dp_replicate = data_parallel // dp_shard
         ep = parallelism.expert_parallel
         if (dp_shard * cp * tp) % ep:
             raise ValueError(

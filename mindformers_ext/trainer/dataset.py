@@ -11,11 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
+from mindformers_ext.config import DATALOADERS
+from mindformers_ext.models.mask import MASKED
 from mindformers_ext.runtime import logger
 
 IGNORE_INDEX = -100
-DATASET_TYPES = ("JsonlDataset", "TextDataset")
-_MASKED = np.finfo(np.float32).min
 
 
 class Encoder(Protocol):
@@ -73,7 +73,7 @@ class Batch:
         length = self.documents.shape[1]
         visible = self.documents[:, :, None] == self.documents[:, None, :]
         visible &= np.tri(length, dtype=bool)
-        return np.where(visible, np.float32(0), _MASKED)[:, None]
+        return np.where(visible, np.float32(0), MASKED)[:, None]
 
 
 class TrainDataset(Protocol):
@@ -172,8 +172,8 @@ def build_dataset(
         FileNotFoundError: a file does not exist.
         ValueError: unusable options or data; for data the message begins with ``file:line:``.
     """
-    if kind not in DATASET_TYPES:
-        raise ValueError(f"train_dataset.dataloader.type {kind!r} is not supported; use {' or '.join(DATASET_TYPES)}")
+    if kind not in DATALOADERS:
+        raise ValueError(f"train_dataset.dataloader.type {kind!r} is not supported; use {' or '.join(DATALOADERS)}")
     if (prompt_field is None) != (response_field is None):
         raise ValueError("train_dataset.dataloader.prompt_field and response_field go together; one of them is missing")
     if prompt_field is not None and kind != "JsonlDataset":

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mindformers_ext.config import LR_SCHEDULERS
+
 Schedule = Callable[[int], float]
 
 
@@ -44,7 +46,6 @@ def cosine_with_warmup(
 
 
 _COMMON_OPTIONS = {"learning_rate", "warmup_steps", "warmup_ratio", "warmup_lr_init", "total_steps", "lr_end"}
-SCHEDULES = ("ConstantWarmUpLR", "LinearWithWarmUpLR", "CosineWithWarmUpLR")
 
 
 def build_schedule(options: Mapping[str, Any], training_steps: int) -> Schedule:
@@ -61,8 +62,8 @@ def build_schedule(options: Mapping[str, Any], training_steps: int) -> Schedule:
     """
     options = {key: value for key, value in options.items() if value is not None}
     kind = options.pop("type", None)
-    if kind not in SCHEDULES:
-        raise ValueError(f"lr_scheduler.type {kind!r} is not supported; use one of {', '.join(SCHEDULES)}")
+    if kind not in LR_SCHEDULERS:
+        raise ValueError(f"lr_scheduler.type {kind!r} is not supported; use one of {', '.join(LR_SCHEDULERS)}")
     unknown = sorted(set(options) - _COMMON_OPTIONS)
     if unknown:
         raise ValueError(

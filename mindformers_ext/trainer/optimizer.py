@@ -24,7 +24,7 @@ class AdamW:
 
     Args:
         params: float32 parameters, with unique names.
-        betas: decay of the first and second moment.
+        betas: decay of the first and second moment, 0 to below 1; 0 keeps nothing of earlier steps.
         eps: added to the root of the second moment.
         weight_decay: decay of the parameters that `decays` selects; the others get none.
         weight_decay_include: rules (name, part of a name, or shell pattern) of parameters that decay in any case.
@@ -43,8 +43,8 @@ class AdamW:
         weight_decay_include: Sequence[str] | None = None,
         weight_decay_exclude: Sequence[str] | None = None,
     ) -> None:
-        if len(betas) != 2 or not all(0.0 < beta < 1.0 for beta in betas):
-            raise ValueError(f"optimizer.betas {list(betas)} must be two numbers between 0 and 1")
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"optimizer.betas {list(betas)} must be two numbers from 0 to below 1")
         if not eps > 0.0:
             raise ValueError(f"optimizer.eps {eps} must be greater than 0")
         if not weight_decay >= 0.0:
@@ -65,6 +65,10 @@ class AdamW:
     def step(self, grads: Sequence[Tensor], lr: float) -> None:
         """Updates every parameter in place from its gradient; ``grads`` is in the order of ``params``."""
         self.updates += 1
+        for beta, moments in zip(self.betas, (self._first, self._second), strict=True):
+            # The primitive adds (1 - beta) * (new - moment), which would leave rounding errors of the old moment.
+            for moment in moments if beta == 0.0 else ():
+                moment.set_data(Tensor(np.zeros(moment.shape, np.float32)))
         correction1 = 1.0 - self.betas[0] ** self.updates
         root2 = math.sqrt(1.0 - self.betas[1] ** self.updates)
         rate, eps = _scalar(lr * root2 / correction1), _scalar(self.eps * root2)

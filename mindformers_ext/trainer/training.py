@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import mindspore as ms
 from mindspore import Tensor, nn
 
+from mindformers_ext.config import batch_size_mistake
 from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.dataset import Batch, TrainDataset
@@ -206,19 +207,9 @@ def check_batch_sizes(options: TrainingOptions) -> None:
     Raises:
         ValueError: names the values.
     """
-    local, total = options.local_batch_size, options.global_batch_size
-    if local < 1 or total < local or total % local:
-        raise ValueError(
-            f"training.global_batch_size ({total}) must be a positive multiple of training.local_batch_size ({local})"
-        )
-    if not options.rampup_batch_size:
-        return
-    start, increment, _ = options.rampup_batch_size
-    if start % local or increment % local or start > total or (total - start) % increment:
-        raise ValueError(
-            f"training.rampup_batch_size {options.rampup_batch_size}: start and increment must be multiples of "
-            f"training.local_batch_size ({local}), and increments must lead to training.global_batch_size ({total})"
-        )
+    mistake = batch_size_mistake(options.local_batch_size, options.global_batch_size, options.rampup_batch_size)
+    if mistake is not None:
+        raise ValueError(f"training.{mistake[0]}: {mistake[1]}")
 
 
 def _skip(options: TrainingOptions, state: TrainerState, loss: float, norm: float, in_a_row: int) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from mindformers_ext.models.config import RopeParameters, TransformerConfig
+from mindformers_ext.models.config import RopeParameters, TransformerConfig, checked_value
 from mindformers_ext.models.families.family import Family
 from mindformers_ext.runtime import logger
 
+# Where a section comes from; what a user wrote by hand is checked for typing mistakes.
+YAML = "model"
+
 # Keys that say how rotary positions are computed; MindSpore Transformers' YAML keeps the parameters loose.
 _ROPE_LOOSE = {
+    "rope_theta": "rope_theta",
+    "rotary_base": "rope_theta",
     "rotary_scaling_factor": "factor",
     "scaling_factor": "factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
@@ -20,7 +27,9 @@ _ROPE_LOOSE = {
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
 }
-_ROPE_KEYS = {"rope_theta", "rotary_base", "rope_scaling", "rope_parameters", "position_embedding_type", *_ROPE_LOOSE}
+_ROPE_NESTED = ("rope_scaling", "rope_parameters")
+_ROPE_KEYS = {*_ROPE_NESTED, "position_embedding_type", *_ROPE_LOOSE}
+_ROPE_NUMBERS = {*_ROPE_LOOSE.values(), "low_freq_factor", "high_freq_factor", "attention_factor"}
 
 # Options that change results and that no family here has: the values under which they change nothing.
 _MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -45,6 +54,8 @@ _WITHOUT_EFFECT = {
     *("softmax_compute_dtype", "id2label", "label2id", "problem_type", "_attn_implementation_autoset"),
     *("attn_implementation", "use_attn_mask_compression", "num_nextn_predict_layers", "mtp_num_layers"),
 }
+# Keys of MindSpore Transformers that look like one of the above and are no mistake.
+_OTHER_KEYS = {"init_method", "layernorm_compute_type", "quantization_bit", "type"}
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 _DTYPES = ("params_dtype", "compute_dtype")
 _FIELDS = {entry.name for entry in fields(TransformerConfig)} - {"rope"}
@@ -52,15 +63,16 @@ _REQUIRED = [entry.name for entry in fields(TransformerConfig) if entry.default 
 
 
 def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Maps one source's keys to fields; rotary keys are gathered under ``rope`` as they are.
+    """Maps one source's keys to fields; the rotary ones become one flat dict under ``rope``.
 
     Args:
         section: keys and values.
         family: gives the aliases.
-        where: name of the source in messages.
+        where: name of the source in messages, `YAML` or ``config.json``.
 
     Raises:
-        ValueError: two keys of one field differ, or an option is not supported.
+        ValueError: two keys of one field differ, a value has the wrong type, an option is not supported, or a key of
+            the YAML is almost a known one.
     """
     found: dict[str, tuple[str, Any]] = {}
     rope: dict[str, Any] = {}
@@ -73,11 +85,8 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
         elif key in _ROPE_KEYS:
             rope[key] = value
         elif target in _FIELDS and key not in _WITHOUT_EFFECT:
-            if value is None:
-                continue
-            other = found.setdefault(target, (key, value))
-            if other[1] != value:
-                raise ValueError(f"{where}: {other[0]} ({other[1]!r}) and {key} ({value!r}) set the same thing")
+            if value is not None:
+                _put(found, target, key, checked_value(target, value, f"{where}: {key}"), where)
         elif key == "layer_types" and set(value or ()) - {"full_attention"}:
             raise ValueError(
                 f"{where}: layer_types other than full_attention are not supported for {family.model_type}"
@@ -86,14 +95,47 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
             continue
         elif key not in _WITHOUT_EFFECT:
             unused.append(key)
-    if unused:
-        logger.warning("%s: without effect here: %s", where, ", ".join(sorted(unused)))
+    _report_unused(unused, family, where)
     mapped = {target: value for target, (_, value) in found.items()}
-    return mapped | ({"rope": rope} if rope else {})
+    return mapped | ({"rope": _flat_rope(rope, where)} if rope else {})
+
+
+def _put(found: dict[str, tuple[str, Any]], target: str, key: str, value: Any, where: str) -> None:
+    other = found.setdefault(target, (key, value))
+    if other[1] != value:
+        raise ValueError(f"{where}: {other[0]} ({other[1]!r}) and {key} ({value!r}) set the same thing")
+
+
+def _report_unused(keys: Sequence[str], family: Family, where: str) -> None:
+    """Names keys that nothing here reads; in the YAML one that is almost a known key is an error."""
+    if not keys:
+        return
+    if where != YAML:
+        logger.info("%s: not needed here: %s", where, ", ".join(sorted(keys)))
+        return
+    known = {*_OTHER_KEYS, *family.aliases, *_FIELDS, *_MUST_BE, *_WITHOUT_EFFECT, *_ROPE_KEYS, *_DROPOUTS, *_DTYPES}
+    for key in keys:
+        meant = None if key in known else _meant(key, known - _OTHER_KEYS)
+        if meant is not None:
+            raise ValueError(f"{where}: {key}: unknown key; did you mean {meant}?")
+    logger.warning("%s: without effect here: %s", where, ", ".join(sorted(keys)))
+
+
+def _meant(key: str, known: Iterable[str]) -> str | None:
+    """The known key that a mistyped one stands for; a key with a further word, as moe_intermediate_size, is another."""
+    wanted = key.lower().replace("-", "_")
+    close = difflib.get_close_matches(wanted, sorted(known), cutoff=0.8)
+    if not close or any(_words(name) < _words(wanted) for name in close):
+        return None
+    return close[0]
+
+
+def _words(key: str) -> set[str]:
+    return set(filter(None, key.split("_")))
 
 
 def merge(sources: Sequence[Mapping[str, Any]], family: Family) -> TransformerConfig:
-    """Builds the configuration; later sources win.
+    """Builds the configuration; later sources win key by key, in the rotary settings too. The last is the YAML.
 
     Raises:
         ValueError: required keys are missing, or a value is out of range.
@@ -113,24 +155,50 @@ def merge(sources: Sequence[Mapping[str, Any]], family: Family) -> TransformerCo
     missing = [_theirs(name, family) for name in _REQUIRED if name not in values]
     if missing:
         raise ValueError(f"model: missing for {family.model_type}: {', '.join(missing)}")
-    return TransformerConfig(**values, rope=_rope(rope))
+    rope_type, theta = rope.pop("rope_type", "default"), rope.pop("rope_theta", 10000.0)
+    if rope_type == "default":
+        ignored = sources[-1].get("rope", {}).keys() - {"rope_type", "rope_theta"}
+        if ignored:
+            logger.warning("%s: without effect for rope_type default: %s", YAML, ", ".join(sorted(ignored)))
+        rope = {}
+    return TransformerConfig(**values, rope=RopeParameters(rope_type, float(theta), rope))
 
 
 def _theirs(field_name: str, family: Family) -> str:
     return next((key for key, target in family.aliases.items() if target == field_name), field_name)
 
 
-def _rope(keys: Mapping[str, Any]) -> RopeParameters:
-    nested: dict[str, Any] = {**(keys.get("rope_scaling") or {}), **(keys.get("rope_parameters") or {})}
-    theta = nested.pop("rope_theta", None) or keys.get("rope_theta") or keys.get("rotary_base") or 10000.0
-    rope_type = nested.pop("rope_type", None) or nested.pop("type", None)
-    nested.pop("type", None)
-    if nested.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("model: partial_rotary_factor below 1 is not supported for this family")
-    position_embedding = keys.get("position_embedding_type", "rope")
-    if rope_type is None:
-        rope_type = "default" if position_embedding == "rope" else position_embedding
-    if rope_type == "default":
-        return RopeParameters("default", float(theta))
-    loose = {target: keys[key] for key, target in _ROPE_LOOSE.items() if keys.get(key) is not None}
-    return RopeParameters(str(rope_type), float(theta), loose | nested)
+def _flat_rope(keys: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """One source's rotary settings under transformers' names: rope_type, rope_theta, factor, ..."""
+    found: dict[str, tuple[str, Any]] = {}
+    for key, value in keys.items():
+        if key in _ROPE_LOOSE and value is not None:
+            _put_rope(found, _ROPE_LOOSE[key], key, value, where)
+    for key in _ROPE_NESTED:
+        nested = keys.get(key) or {}
+        if not isinstance(nested, Mapping):
+            raise ValueError(f"{where}: {key} must be a mapping, not {nested!r}")
+        # Older files write type; where both stand, rope_type is the one that transformers reads.
+        named = {"rope_type": nested.get("rope_type") or nested.get("type")}
+        for name, value in {**nested, **named}.items():
+            if name == "partial_rotary_factor" and value not in (1, None):
+                raise ValueError(f"{where}: {key}.partial_rotary_factor below 1 is not supported for this family")
+            if name not in ("type", "partial_rotary_factor") and value is not None:
+                _put_rope(found, name, f"{key}.{name}", value, where)
+    embedding = keys.get("position_embedding_type")
+    if embedding is not None and not (embedding == "rope" and "rope_type" in found):
+        _put_rope(found, "rope_type", "position_embedding_type", "default" if embedding == "rope" else embedding, where)
+    return {name: value for name, (_, value) in found.items()}
+
+
+def _put_rope(found: dict[str, tuple[str, Any]], name: str, key: str, value: Any, where: str) -> None:
+    if name == "rope_type" and not isinstance(value, str):
+        raise ValueError(f"{where}: {key} must be text, not {value!r}")
+    if isinstance(value, Mapping):
+        raise ValueError(f"{where}: {key}: rotary parameters for single kinds of layers are not supported")
+    if name in _ROPE_NUMBERS:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or name == "rope_theta" and value <= 0:
+            kind = "a positive number" if name == "rope_theta" else "a number"
+            raise ValueError(f"{where}: {key} must be {kind}, not {value!r}")
+    _put(found, name, key, value, where)

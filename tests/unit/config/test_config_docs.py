@@ -11,7 +11,10 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from mindformers_ext.config import UNSET, LoraSection, TrainConfig, load_config
+from mindformers_ext.config import UNSET, TrainConfig, load_config
+from mindformers_ext.config.generation import NEVER_USED
+from mindformers_ext.config.rules import NO_EFFECT, TRAINING_ONLY
+from mindformers_ext.config.schema import LoraSection
 from mindformers_ext.config.section import Section, yaml_fields
 
 PAGE = (Path(__file__).parents[3] / "docs" / "yaml.md").read_text(encoding="utf-8")
@@ -67,8 +70,41 @@ def test_every_key_is_documented_with_its_true_default(name):
 
 
 def test_defaults_pass_their_own_checks():
-    defaults = TrainConfig(run_mode="predict").to_dict() | {"checkpoint": {"load_path": "w"}, "inference": {}}
+    defaults = Section.to_dict(TrainConfig(run_mode="predict"))
+    defaults |= {"checkpoint": {"load_path": "w"}, "inference": {}}
+    assert defaults["training"]["steps"] == 1000
     assert load_config(defaults).training == TrainConfig().training
+
+
+def chapters() -> Iterator[tuple[str, str, dict[str, str]]]:
+    """(section, the text above its table, key -> meaning), as the page has them."""
+    for title, body in re.findall(
+        r"^### (.+?)\n(.*?)(?=^### |\Z)", PAGE.split("\n## Keys\n")[1], re.DOTALL | re.MULTILINE
+    ):
+        yield title, body.split("\n|")[0], dict(re.findall(r"^\| `(\w+)` \| .+? \| (.*)\|$", body, re.MULTILINE))
+
+
+def test_exactly_the_keys_of_the_table_are_documented_as_without_effect():
+    no_effect = {key for keys in NO_EFFECT.values() for key in keys} | {f"generation.{key}" for key in NEVER_USED}
+    documented_so, in_table = set(), set()
+    for section, intro, meanings in chapters():
+        for key, meaning in meanings.items():
+            path = f"{section}.{key}"
+            if intro.strip().lower().startswith("no effect") or meaning.startswith("no effect"):
+                documented_so.add(path)
+            if any(path == known or path.startswith(f"{known}.") for known in no_effect):
+                in_table.add(path)
+    assert documented_so == in_table and len(in_table) > 30
+    assert "`eval_dataset` is accepted without effect" in PAGE
+
+
+def test_the_tables_of_rules_name_keys_that_exist():
+    names = {"eval_dataset"}
+    for section in SECTIONS:
+        parts = section.split(".")
+        names |= {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+        names |= {f"{section}.{key}" for key in yaml_fields(SECTIONS[section])}
+    assert {*TRAINING_ONLY, *(key for keys in NO_EFFECT.values() for key in keys)} <= names
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mindformers_ext.config import ConfigError, ConfigFileNotFoundError, load_config
+from mindformers_ext.config import ConfigError, load_config
+from mindformers_ext.config.errors import ConfigFileNotFoundError
 from mindformers_ext.config.yaml_reader import MAX_BYTES, read_yaml
 
 PREDICT = "run_mode: predict\ncheckpoint: {load_path: w}\ninference: {input_data: hi}\n"

@@ -32,7 +32,10 @@ def test_a_stock_training_file_with_an_inference_section_predicts(name: str, dat
     config = load(f"run_mode: predict\n{text}\ninference:\n  input_data: [a, b]\n")
     assert config.inference.input_data == ["a", "b"]
     assert config.model.extra["seq_length"] == 128
-    assert config.warnings == (["recompute is ignored: it belongs to training"] if name == "pretrain_hybrid" else [])
+    (summary,) = config.warnings
+    assert summary.startswith("no effect in predict: optimizer, lr_scheduler, train_dataset, training.steps")
+    assert ("recompute" in summary, "eval_dataset" in summary) == ((name == "pretrain_hybrid"),) * 2
+    assert "seed" not in summary and "load_path" not in summary and "dataloader" not in summary
 
 
 def test_a_training_file_trains_and_with_inference_added_predicts(data: Path):
@@ -83,7 +86,8 @@ def test_predict_needs_inference_and_a_load_path():
         ("optimizer.type", "Muon", "optimizer.type: 'Muon' is not supported in training; use AdamW"),
         ("optimizer.momentum", 0.9, "optimizer.momentum: unknown key"),
         ("training.global_batch_size", 3, "training.global_batch_size: 3 is not a multiple of local_batch_size 2"),
-        ("training.rampup_batch_size", [2, 2, 8], "training.rampup_batch_size: is not supported yet"),
+        ("training.rampup_batch_size", [1, 1, 8], "rampup_batch_size: start 1 and increment 1 must be multiples of l"),
+        ("training.rampup_batch_size", [6, 2, 8], "rampup_batch_size: steps of 2 from 6 do not lead to global_batch"),
         ("checkpoint.save_path", " ", "checkpoint.save_path: is missing; give the folder to save to, or set"),
         ("callbacks", [{"every": 1}], "callbacks[0].type: is missing"),
     ],
@@ -134,27 +138,68 @@ def test_what_would_change_results_is_refused_in_predict_too(section: dict[str, 
     assert refused({**PREDICT, **section}).startswith(message)
 
 
-def test_what_has_no_effect_is_named_in_warnings(data: Path):
-    ignored = {
-        "recompute": {"mode": "select"},
-        "recompute_comm": {"enable": True},
-        "swap": {"enable": True},
-        "profiler": {"enable_profiling": True},
-        "context": {"mode": 0},
+IGNORED: dict[str, Any] = {
+    "recompute": {"mode": "select"},
+    "recompute_comm": {"enable": True},
+    "swap": {"enable": True},
+    "profiler": {"enable_profiling": True},
+    "context": {"mode": 0, "device_target": "Ascend"},
+}
+
+
+def test_what_has_no_effect_is_named_once_in_predict():
+    warnings = load_config({**PREDICT, **IGNORED}).warnings
+    named = "recompute, recompute_comm, swap, profiler, context.mode, context.device_target"
+    assert warnings == [f"no effect in predict: {named}"]
+
+
+def test_what_has_no_effect_is_named_with_the_reason_in_training(data: Path):
+    written = {
+        "checkpoint.async_save": True,
+        "checkpoint.load_worker_number": 1,
+        "train_dataset.num_parallel_workers": 8,
+        "train_dataset.drop_remainder": True,
+        "train_dataset.dataloader.column_names": ["input_ids", "labels"],
+        "monitor.tensorboard.log_interval": 2,
+        "eval_dataset": {},
+        **IGNORED,
     }
-    warnings = load_config({**PREDICT, **ignored}).warnings
-    assert [warning.split(" ")[0].rstrip(":") for warning in warnings] == [
-        "recompute",
-        "recompute_comm",
-        "swap",
-        "profiler",
-        "context.mode",
+    assert load_config(data / "train.yaml", written).warnings == [
+        "no effect: checkpoint.async_save (checkpoints are written before the next step)",
+        "no effect: checkpoint.load_worker_number (one process reads and writes whole checkpoints)",
+        "no effect: train_dataset.drop_remainder (an epoch's last blocks are followed by the next epoch's first)",
+        "no effect: train_dataset.num_parallel_workers, train_dataset.dataloader.column_names "
+        "(the data is read and packed before the first step)",
+        "no effect: monitor (the training log holds step, loss, learning rate, gradient norm and tokens/s)",
+        "no effect: eval_dataset (training does not evaluate)",
+        "no effect: recompute, recompute_comm, swap, profiler (not supported yet)",
+        "no effect: context.mode, context.device_target "
+        "(the device is the one that MindSpore finds, the mode is PyNative)",
     ]
-    training_only = {"checkpoint.async_save": True, "monitor.tensorboard.log_interval": 2, "eval_dataset": {}}
-    warnings = load_config(data / "train.yaml", training_only).warnings
-    assert [warning.split(" ")[0] for warning in warnings] == ["checkpoint.async_save", "monitor", "eval_dataset"]
+
+
+def test_a_setting_that_asks_for_what_happens_anyway_is_not_named(data: Path):
+    written = {
+        "checkpoint.async_save": False,
+        "train_dataset.numa_enable": False,
+        "recompute": {"mode": "None", "exclude_op": {}},
+        "swap": {"enable": False, "default_prefetch": 2},
+        "profiler": {"enable_profiling": False, "end_step": 5},
+        "context": {"mode": 1},
+        "monitor": {},
+    }
+    assert load_config(data / "train.yaml", written).warnings == []
+    assert load_config(PREDICT, {"checkpoint.async_save": False, "context.mode": 1, "training.seed": 3}).warnings == []
 
 
 def test_warnings_are_the_same_after_a_round_trip(data: Path):
-    config = load_config(data / "train.yaml", {"checkpoint.async_save": True})
-    assert load_config(config.to_dict()).warnings == config.warnings != []
+    written = {"checkpoint.async_save": True, "context.device_target": "Ascend"}
+    config = load_config(data / "train.yaml", written)
+    again = load_config(config.to_dict())
+    assert again.warnings == config.warnings != []
+    assert again.context.given == {"device_target"} and "profiler" not in config.to_dict()
+
+
+def test_the_batch_may_grow(data: Path):
+    config = load_config(data / "train.yaml", {"training.rampup_batch_size": [2, 2, 8]})
+    assert config.training.rampup_batch_size == [2, 2, 8]

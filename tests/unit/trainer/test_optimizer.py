@@ -36,11 +36,13 @@ def reference_adamw(values, steps, rate, beta1, beta2, eps, decay):
     return values
 
 
-@pytest.mark.parametrize(("beta2", "eps"), [(0.95, 1e-8), (0.999, 1e-3)])
-def test_adamw_equals_a_float64_reference(beta2, eps):
+@pytest.mark.parametrize(
+    ("beta1", "beta2", "eps"), [(0.9, 0.95, 1e-8), (0.9, 0.999, 1e-3), (0, 0.9, 1e-8), (0, 0, 1e-3)]
+)
+def test_adamw_equals_a_float64_reference(beta1, beta2, eps):
     params = make_params()
-    expected = reference_adamw([p.asnumpy() for p in params], 12, lambda t: 1e-2 / t, 0.9, beta2, eps, 0.1)
-    optimizer = AdamW(params, betas=(0.9, beta2), eps=eps, weight_decay=0.1)
+    expected = reference_adamw([p.asnumpy() for p in params], 12, lambda t: 1e-2 / t, beta1, beta2, eps, 0.1)
+    optimizer = AdamW(params, betas=(beta1, beta2), eps=eps, weight_decay=0.1)
     for step in range(1, 13):
         optimizer.step(as_tensors(make_grads(step)), 1e-2 / step)
     for param, value in zip(params, expected, strict=True):
@@ -104,6 +106,7 @@ def test_decay_rules_include_before_exclude_before_default():
     ("options", "named"),
     [
         ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": (-0.1, 0.9)}, "betas"),
         ({"betas": (0.9,)}, "betas"),
         ({"eps": 0.0}, "eps"),
         ({"weight_decay": -1}, "decay"),

@@ -1,0 +1,83 @@
+"""Degrees of parallelism: what is derived, what is refused, and that every process has one place."""
+
+import itertools
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from mindformers_ext.parallel import ParallelDims
+
+
+def dims(world_size, shard=-1, tp=1, cp=1, pp=1, ep=1):
+    degrees = SimpleNamespace(
+        data_parallel_shard=shard, tensor_parallel=tp, context_parallel=cp, pipeline_parallel=pp, expert_parallel=ep
+    )
+    return ParallelDims.from_config(degrees, world_size)
+
+
+@pytest.fixture
+def log(caplog):
+    logging.getLogger("mindformers_ext").propagate = True
+    caplog.set_level(logging.WARNING, logger="mindformers_ext")
+    return caplog
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "replicate", "shard"),
+    [
+        (1, {}, 1, 1),
+        (8, {}, 1, 8),
+        (8, {"shard": 8}, 1, 8),
+        (8, {"shard": 4}, 2, 4),
+        (8, {"shard": 1}, 8, 1),
+        (16, {"tp": 2, "pp": 2}, 1, 4),
+        (16, {"tp": 2, "cp": 2, "shard": 2}, 2, 2),
+        (6, {"pp": 2, "shard": 3}, 1, 3),
+    ],
+)
+def test_data_parallel_degrees_are_what_the_others_leave(world_size, options, replicate, shard, log):
+    result = dims(world_size, **options)
+    assert (result.dp_replicate, result.dp_shard, result.world_size) == (replicate, shard, world_size)
+    assert (result.tp, result.cp, result.pp) == tuple(options.get(name, 1) for name in ("tp", "cp", "pp"))
+    assert not log.records
+
+
+def test_every_layout_that_is_accepted_has_as_many_places_as_processes():
+    accepted = 0
+    for world_size, shard, tp, cp, pp, ep in itertools.product(
+        (1, 2, 6, 8), (-1, 1, 2, 3, 4), (1, 2), (1, 3), (1, 2), (1, 2)
+    ):
+        try:
+            result = dims(world_size, shard, tp, cp, pp, ep)
+        except ValueError:
+            continue
+        accepted += 1
+        assert result.dp_replicate * result.dp_shard * result.cp * result.tp * result.pp == world_size
+        assert (result.dp_shard * result.cp * result.tp) % result.ep == 0
+        assert shard < 0 or result.dp_shard == min(shard, world_size // (tp * cp * pp))
+    assert accepted > 50
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "message"),
+    [
+        (4, {"tp": 3}, r"tensor_parallel \(3\) x .* = 3 must divide the number of processes, which is 4"),
+        (2, {"tp": 2, "pp": 2}, "= 4 must divide the number of processes, which is 2"),
+        (4, {"shard": 3}, r"data_parallel_shard \(3\) must divide the data-parallel size, 4"),
+        (7, {"shard": 2}, r"data_parallel_shard \(2\) must divide the data-parallel size, 7"),
+        (12, {"tp": 2, "shard": 4}, r"data_parallel_shard \(4\) must divide the data-parallel size, 6"),
+        (4, {"ep": 3}, r"expert_parallel \(3\) must divide .* 4"),
+        (4, {"shard": 2, "ep": 4}, r"expert_parallel \(4\) must divide .* 2"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused(world_size, options, message):
+    with pytest.raises(ValueError, match=message):
+        dims(world_size, **options)
+
+
+def test_a_shard_degree_for_a_larger_job_is_lowered_and_the_log_says_so(log):
+    assert dims(4, shard=8) == dims(4)
+    assert [record.getMessage() for record in log.records] == [
+        "parallelism: data_parallel_shard (8) exceeds the data-parallel size and is lowered to it, 4"
+    ]
