@@ -12,7 +12,7 @@ from mindformers_ext.checkpoint.load import (
 )
 from mindformers_ext.checkpoint.locate import Location, locate_checkpoint, model_files_folder
 from mindformers_ext.checkpoint.resume import TensorReader, TrainingState, load_training_state
-from mindformers_ext.checkpoint.save import save_checkpoint
+from mindformers_ext.checkpoint.save import check_no_other_run, check_save_path, save_checkpoint
 
 __all__ = [
     "CheckReport",
@@ -21,6 +21,8 @@ __all__ = [
     "TensorReader",
     "TrainingState",
     "WeightReader",
+    "check_no_other_run",
+    "check_save_path",
     "check_weights",
     "load_training_state",
     "load_weights",

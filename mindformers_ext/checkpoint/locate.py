@@ -225,7 +225,7 @@ def locate_iteration(folder: Path) -> Path:
         CheckpointError: if the tracker is unreadable or absent, or points to a missing iteration.
     """
     tracker = folder / TRACKER
-    iterations = sorted(entry.name for entry in folder.iterdir() if _ITERATION.fullmatch(entry.name))
+    iterations = iterations_in(folder)
     if not tracker.is_file():
         if iterations:
             raise CheckpointError(f"{folder} has no {TRACKER}; name one of its folders: {listed(iterations)}")
@@ -239,6 +239,12 @@ def locate_iteration(folder: Path) -> Path:
         there = f"there are {listed(iterations)}" if iterations else "there is no iteration folder"
         raise CheckpointError(f"{tracker} points to {iteration_name(int(text))}, which is missing; {there}")
     return found
+
+
+def iterations_in(folder: Path) -> list[str]:
+    """Returns the names of the iteration folders of a root, in the order of their steps."""
+    names = [entry.name for entry in folder.iterdir() if _ITERATION.fullmatch(entry.name)]
+    return sorted(names, key=lambda name: (int(name.rpartition("_")[2]), name))
 
 
 def rank_files(names: Iterable[str], kind: str) -> dict[str, re.Match[str]]:

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mindformers_ext.checkpoint.files import (
     replace_file,
     write_synced,
 )
-from mindformers_ext.checkpoint.locate import TRACKER, iteration_name, rank_file_name
+from mindformers_ext.checkpoint.locate import TRACKER, iteration_name, iterations_in, rank_file_name, rank_files
 from mindformers_ext.checkpoint.tensor_writer import TensorSpec, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,65 @@ COMMON_KEYS = (
     "consumed_samples",
     "ckpt_status",
 )
+
+
+def check_save_path(save_path: str | os.PathLike[str], prefix: str | None) -> None:
+    """Tries whether `save_checkpoint` could write here; folders and files made for that are removed again.
+
+    Raises:
+        ValueError: the folder cannot be made or written to, or the prefix cannot start a file name.
+    """
+    _check_prefix(prefix)
+    root = Path(save_path)
+    made: list[Path] = []
+    probe = root / f".{os.getpid()}-{rank_file_name('model', prefix)}"
+    try:
+        made = [folder for folder in (root, *root.parents) if not folder.exists()]
+        root.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"1")
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"checkpoint.save_path: checkpoints cannot be written to {root} ({reason}); name a folder that can be "
+            "made and written to"
+        ) from None
+    finally:
+        with suppress(OSError, ValueError):
+            probe.unlink(missing_ok=True)
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+
+
+def check_no_other_run(save_path: str | os.PathLike[str], continued: str | os.PathLike[str] | None) -> None:
+    """Refuses to save among the checkpoints of a run that is not continued: tracker and models would mix.
+
+    Args:
+        save_path: folder to save to; it need not exist.
+        continued: checkpoint whose training goes on, a root or an iteration folder; None for a new run.
+
+    Raises:
+        ValueError: names what is there and what to do.
+    """
+    root = Path(save_path)
+    found = iterations_in(root) if root.is_dir() else []
+    if not found:
+        return
+    if continued is not None:
+        source = Path(os.path.realpath(continued))
+        if Path(os.path.realpath(root)) in (source, source.parent):
+            return
+    raise ValueError(
+        f"checkpoint.save_path: {root} holds checkpoints of another run, up to {found[-1]}; set checkpoint.load_path "
+        f"to {root} (without no_load_optim) to continue that run, choose another save_path, or remove the folder"
+    )
+
+
+def _check_prefix(prefix: str | None) -> None:
+    # Only names that will be recognised again.
+    name = rank_file_name("model", prefix)
+    if prefix and (os.sep in prefix or prefix.startswith(".") or "\0" in prefix or not rank_files([name], "model")):
+        raise ValueError(f"checkpoint.prefix must be the start of a file name, not {prefix!r}")
 
 
 def save_checkpoint(
@@ -76,8 +136,7 @@ def save_checkpoint(
         raise ValueError(f"the step of a checkpoint must be 0 or more, not {step}")
     if save_max < 1:
         raise ValueError(f"checkpoint.save_max must be 1 or more, not {save_max}")
-    if prefix and (os.sep in prefix or prefix.startswith(".")):
-        raise ValueError(f"checkpoint.prefix must be the start of a file name, not {prefix!r}")
+    _check_prefix(prefix)
     root = Path(save_path)
     root.mkdir(parents=True, exist_ok=True)
     final = root / iteration_name(step)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from mindformers_ext.models.config import TransformerConfig
-from mindformers_ext.models.families import hf_config, transformer_config, weight_layout
+from mindformers_ext.models.families import check_described, hf_config, transformer_config, weight_layout
 from mindformers_ext.models.weights import WeightLayout, WeightMapping
 
 __all__ = [
     "TransformerConfig",
     "WeightLayout",
     "WeightMapping",
+    "check_described",
     "hf_config",
     "transformer_config",
     "weight_layout",

@@ -17,17 +17,16 @@ from mindformers_ext.checkpoint import (
     write_model_files,
 )
 from mindformers_ext.config import TrainConfig
-from mindformers_ext.models import hf_config
+from mindformers_ext.models import TransformerConfig, hf_config
 from mindformers_ext.predict import Tokenizer
 from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.callbacks import CallbackHandler, CheckpointCallback, TrainerCallback, build_callbacks
+from mindformers_ext.trainer.checks import check_block_length, check_saving, save_folder
 from mindformers_ext.trainer.dataset import TrainDataset, build_dataset
 from mindformers_ext.trainer.lr_scheduler import Schedule, build_schedule
 from mindformers_ext.trainer.model import load_model_weights, tokenizer_folder
 from mindformers_ext.trainer.optimizer import AdamW
 from mindformers_ext.trainer.train_state import TrainerState
-
-DEFAULT_SAVE_PATH = "output/checkpoint"
 
 
 @dataclass
@@ -67,6 +66,7 @@ def build_training_run(
         ValueError: a mistake in the configuration, the data or the checkpoint.
         FileNotFoundError: a file of the configuration does not exist.
     """
+    check_saving(config, _described(model))
     if dataset is None:
         dataset = _build_dataset(config, model, tokenizer)
     if schedule is None:
@@ -93,6 +93,8 @@ def build_training_run(
 
 def _build_dataset(config: TrainConfig, model: nn.Cell, tokenizer: Tokenizer | None) -> TrainDataset:
     loader = config.train_dataset.dataloader
+    if isinstance(model.config, TransformerConfig):
+        check_block_length(config, model.config)
     if tokenizer is None or loader.path is None or loader.type is None:
         raise ValueError("train_dataset.dataloader needs type, path and tokenizer_path")
     return build_dataset(
@@ -153,12 +155,12 @@ def _resume(saved: TrainingState | None, optimizer: AdamW, steps: int) -> Traine
 
 def _checkpoint_callback(config: TrainConfig, model: nn.Cell, optimizer: AdamW) -> CheckpointCallback:
     section = config.checkpoint
-    save_path = Path(section.save_path or DEFAULT_SAVE_PATH)
+    save_path, described = save_folder(config), _described(model)
     written: list[Path] = []
+    files_missing = described is not None
 
     def save(state: TrainerState) -> None:
-        if not written and hasattr(getattr(model, "config", None), "model_type"):
-            write_model_files(save_path, hf_config(model.config), tokenizer_folder(config))
+        nonlocal files_missing
         folder = save_checkpoint(
             save_path,
             state.global_step,
@@ -169,9 +171,19 @@ def _checkpoint_callback(config: TrainConfig, model: nn.Cell, optimizer: AdamW) 
             save_max=section.save_max,
             written=written,
         )
+        # After the checkpoint, so that an interrupted first save leaves no description without weights.
+        if files_missing and described is not None:
+            write_model_files(save_path, hf_config(described), tokenizer_folder(config))
+            files_missing = False
         logger.info("saved %s", folder)
 
     return CheckpointCallback(save, section.save_interleaved_steps)
+
+
+def _described(model: nn.Cell) -> TransformerConfig | None:
+    """What config.json says about the model; None for one of another kind, which is saved without."""
+    config = getattr(model, "config", None)
+    return config if isinstance(config, TransformerConfig) else None
 
 
 def _array(parameter: Parameter) -> Any:

@@ -12,6 +12,7 @@ from mindformers_ext.checkpoint import check_weights, model_files_folder
 from mindformers_ext.config import TrainConfig
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.predict import Tokenizer, check_output, normalize_input
+from mindformers_ext.trainer.checks import check_block_length, check_saving
 from mindformers_ext.trainer.model import resolve_model_config, training_tokenizer
 
 _FLOAT_BYTES = 4
@@ -95,6 +96,8 @@ def _report_training(config: TrainConfig, model: TransformerConfig, values: int)
     from mindformers_ext.trainer.training import check_batch_sizes  # imports mindspore
 
     check_batch_sizes(config.training)
+    check_saving(config, model)
+    check_block_length(config, model)
     path = config.train_dataset.dataloader.path
     for file in [path] if isinstance(path, str) else path or []:
         if not Path(file).is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from mindformers_ext.models.config import TransformerConfig
@@ -67,6 +68,23 @@ def weight_layout_of(hf_config: Mapping[str, Any]) -> WeightLayout:
 def hf_config(config: TransformerConfig) -> dict[str, Any]:
     """Returns the ``config.json`` with which transformers would build this model."""
     return FAMILIES[config.model_type].hf_config(config)
+
+
+def check_described(config: TransformerConfig) -> None:
+    """Refuses a model that `hf_config` cannot describe: its checkpoints would be read as another model's.
+
+    Raises:
+        ValueError: names the fields that would be lost.
+    """
+    read = transformer_config({}, hf_config(config))
+    names = [entry.name for entry in fields(config) if entry.name != "seq_length"]
+    lost = [name for name in names if getattr(read, name) != getattr(config, name)]
+    if lost:
+        found = ", ".join(f"{name} {getattr(config, name)} (it would read {getattr(read, name)})" for name in lost)
+        raise ValueError(
+            f"model: a {config.model_type} config.json cannot say {found}, so the trained checkpoint could not be "
+            "used; remove the setting or choose a model_type that has it"
+        )
 
 
 def _known() -> str:

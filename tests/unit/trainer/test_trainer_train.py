@@ -80,17 +80,18 @@ def test_loss_falls_without_an_inference_section():
 
 
 def test_same_seed_same_run_and_other_seed_another():
-    first, second = Trainer(config()), Trainer(config())
+    first, second = (Trainer(config(checkpoint={"save_path": name})) for name in ("first", "second"))
     assert losses(first.train()) == losses(second.train())
     same(weights(first), weights(second))
-    assert losses(Trainer(config(training={"seed": 8})).train()) != losses(first.state)
+    assert losses(Trainer(config(training={"seed": 8}, checkpoint={"enable_save": False})).train()) != losses(
+        first.state
+    )
 
 
 @pytest.mark.parametrize("load_path", ["saved", "saved/iteration_00000010"])
 def test_ten_steps_and_ten_more_equal_twenty_to_the_last_digit(load_path):
-    whole = Trainer(config())
+    whole = Trainer(config(checkpoint={"save_path": "whole"}))
     whole.train()
-    # The first half is another run: the whole one has moved the tracker to step 20.
     half = Trainer(config(training={"steps": 10}))
     half.train()
     resumed = Trainer(config(checkpoint={"load_path": load_path}))
@@ -175,9 +176,70 @@ def test_save_max_keeps_the_newest_checkpoints():
 def test_weights_alone_start_a_new_run():
     first = Trainer(config())
     first.train()
-    fresh = Trainer(config(checkpoint={"load_path": "saved", "no_load_optim": True}))
+    fresh = Trainer(config(checkpoint={"load_path": "saved", "save_path": "new", "no_load_optim": True}))
     assert fresh.state.global_step == 0
     same(weights(fresh), weights(first))
+
+
+@pytest.mark.parametrize("load", [{}, {"load_path": "saved", "no_load_optim": True}])
+def test_a_new_run_is_not_saved_among_the_checkpoints_of_another(load):
+    Trainer(config(training={"steps": 1})).train()
+    before = {path: path.read_bytes() for path in pathlib.Path("saved").rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"saved holds checkpoints of another run, up to iteration_00000001; set "):
+        Trainer(config(checkpoint=load))
+    assert {path: path.read_bytes() for path in pathlib.Path("saved").rglob("*") if path.is_file()} == before
+    Trainer(config(checkpoint={**load, "enable_save": False}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"save_path": "train.jsonl"}, "save_path"),
+        ({"save_path": "train.jsonl/below"}, "save_path"),
+        ({"save_path": "/proc/x"}, "save_path"),
+        ({"prefix": "a/b"}, "prefix"),
+        ({"prefix": ".x"}, "prefix"),
+        ({"prefix": "x" * 250}, "save_path"),
+    ],
+)
+def test_a_folder_that_cannot_be_saved_to_is_refused_before_the_first_step(settings, key, monkeypatch):
+    monkeypatch.setattr(setup, "build_dataset", lambda *_, **__: pytest.fail("data was read"))
+    before = sorted(pathlib.Path().rglob("*"))
+    with pytest.raises(ValueError, match=rf"^checkpoint.{key}\b"):
+        Trainer(config(checkpoint=settings))
+    assert sorted(pathlib.Path().rglob("*")) == before
+
+
+def test_the_model_files_come_after_the_first_checkpoint(monkeypatch):
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(setup, "save_checkpoint", fail)
+    with pytest.raises(OSError, match="disk full"):
+        Trainer(config(training={"steps": 1})).train()
+    assert not pathlib.Path("saved", "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "field"),
+    [
+        ({"model_type": "qwen2", "architectures": "Qwen2ForCausalLM", "add_qkv_bias": False}, "add_qkv_bias"),
+        ({"qk_layernorm": False}, "qk_layernorm"),
+        ({"model_type": "llama", "architectures": "LlamaForCausalLM", "qk_layernorm": True}, "qk_layernorm"),
+        ({"mlp_bias": True}, "add_mlp_bias"),
+        ({"add_proj_bias": True}, "add_proj_bias"),
+    ],
+)
+def test_a_model_that_its_own_checkpoint_could_not_describe_is_refused(model, field):
+    with pytest.raises(ValueError, match=rf"config.json cannot say {field} "):
+        Trainer(config(model=model))
+
+
+def test_blocks_longer_than_the_model_takes_are_refused_before_data_is_read():
+    settings = config(model={"seq_length": 20})
+    settings["train_dataset"]["dataloader"]["path"] = "nowhere.jsonl"
+    with pytest.raises(ValueError, match=r"train_dataset.dataloader.seq_length \(24\) exceeds .* 20"):
+        Trainer(settings)
 
 
 def test_a_checkpoint_without_optimizer_cannot_be_continued():

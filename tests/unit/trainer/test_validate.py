@@ -75,3 +75,26 @@ def test_a_predict_yaml_is_checked_without_mindspore():
         "sys.exit('mindspore' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"checkpoint": {"save_path": "train.jsonl"}}, "checkpoint.save_path: "),
+        ({"checkpoint": {"save_path": "new", "prefix": ".x"}}, "checkpoint.prefix "),
+        ({"checkpoint": {"save_path": "old"}}, "holds checkpoints of another run"),
+    ],
+)
+def test_a_training_that_could_not_save_is_refused_and_nothing_is_made(change, message):
+    pathlib.Path("old/iteration_00000003").mkdir(parents=True)
+    before = sorted(pathlib.Path().rglob("*"))
+    with pytest.raises(ValueError, match=message):
+        validate(load_config({**training(), **change}))
+    assert sorted(pathlib.Path().rglob("*")) == before
+
+
+def test_blocks_longer_than_the_model_takes_are_refused():
+    settings = training()
+    settings["train_dataset"]["dataloader"]["seq_length"] = 100_000
+    with pytest.raises(ValueError, match=r"train_dataset.dataloader.seq_length \(100000\) exceeds"):
+        validate(load_config(settings))
