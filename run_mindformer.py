@@ -248,7 +248,7 @@ def run(flags: argparse.Namespace, tokens: Sequence[str]) -> int:
     if not trainer.is_inference:
         trainer.train()
         return EXIT_OK
-    trainer.inference()
+    trainer.inference(collect=False)
     return EXIT_ERROR_RECORDS if trainer.last_summary.num_errors else EXIT_OK
 
 

@@ -17,6 +17,11 @@ from mindformers_ext.checkpoint.locate import Location, locate_checkpoint
 from mindformers_ext.checkpoint.tensor_file import WEIGHT_DTYPES, StoredTensor, TensorFile
 from mindformers_ext.models.weights import WeightLayout, WeightMapping
 
+# Values of a stored copy and of its original that are in memory together.
+_PIECE = 1 << 16
+
+Found = dict[str, list[StoredTensor]]  # tensors by name, one for each file that holds it
+
 
 @dataclass(frozen=True)
 class CheckReport:
@@ -101,7 +106,7 @@ def check_weights(path: str | os.PathLike[str], layout: WeightLayout) -> CheckRe
         FileNotFoundError: if the path does not exist.
         CheckpointError: with everything that does not fit, naming files and tensors.
     """
-    with open_weights(path, layout) as reader:
+    with _open(path, layout) as (reader, _):
         return reader.report
 
 
@@ -120,7 +125,8 @@ def load_weights(
 
     Raises:
         FileNotFoundError: if the path does not exist.
-        CheckpointError: with everything that does not fit; nothing was assigned then.
+        CheckpointError: with everything that does not fit, or a tensor that ought to be a copy of another one and is
+            not; nothing was assigned then.
     """
     with open_weights(path, layout) as reader:
         for mapping in layout.mappings:
@@ -134,14 +140,39 @@ def open_weights(path: str | os.PathLike[str], layout: WeightLayout) -> Iterator
 
     Raises:
         FileNotFoundError: if the path does not exist.
-        CheckpointError: with everything that does not fit.
+        CheckpointError: see `load_weights`.
     """
+    with _open(path, layout) as (reader, found):
+        _compare_copies(reader.report.folder, layout, found)
+        yield reader
+
+
+@contextmanager
+def _open(path: str | os.PathLike[str], layout: WeightLayout) -> Iterator[tuple[WeightReader, Found]]:
+    """Opens a checkpoint and checks the headers."""
     location = locate_checkpoint(path)
     with ExitStack() as stack:
         files = open_files(location.folder, location.files, stack)
         found = _tensors_by_name(location, files)
         sources = _match(location, layout, found)
-        yield WeightReader(sources, _report(location, layout, sources, found))
+        yield WeightReader(sources, _report(location, layout, sources, found)), found
+
+
+def _compare_copies(folder: Path, layout: WeightLayout, found: Found) -> None:
+    """Refuses a stored copy with other values than its original, as the model would not be the one that was saved."""
+    for name, original in layout.copies:
+        for tensor in found.get(name, ()):
+            source = found[original][0]
+            if not _same_values(tensor, source):
+                raise CheckpointError(
+                    f"checkpoint {folder}: {tensor.where} differs from {source.where}, of which it is a copy in a "
+                    "model with tied embeddings; set model.tie_word_embeddings: false if both are meant"
+                )
+
+
+def _same_values(tensor: StoredTensor, original: StoredTensor) -> bool:
+    pairs = zip(tensor.pieces(_PIECE), original.pieces(_PIECE), strict=True)
+    return all(np.array_equal(piece, other, equal_nan=True) for piece, other in pairs)
 
 
 def open_files(folder: Path, paths: Iterable[Path], stack: ExitStack) -> list[TensorFile]:
@@ -159,9 +190,6 @@ def open_files(folder: Path, paths: Iterable[Path], stack: ExitStack) -> list[Te
     if damaged:
         raise CheckpointError(listed(damaged))
     return files
-
-
-Found = dict[str, list[StoredTensor]]
 
 
 def _tensors_by_name(location: Location, files: Sequence[TensorFile]) -> Found:
@@ -216,8 +244,11 @@ def _match(
                 needed_for = "" if plain else f" (for {mapping.name})"
                 problems.add(f"tensors missing from {searched}", f"{name}{needed_for}")
         sources[mapping.name] = (mapping, tuple(found[name][0] for name in names if name in found))
+    for name, original in layout.copies:
+        if name in found and original in found:
+            _check_tensor(found[name], found[original][0].shape, misfit, problems)
     for name, tensors in found.items():
-        if name not in used and _skip_reason(layout, name) is None:
+        if name not in used and _skip_reason(layout, name, found) is None:
             problems.add("left over tensors, which the model does not have", tensors[0].where)
     problems.raise_if_any()
     return sources
@@ -235,7 +266,10 @@ def _check_tensor(tensors: list[StoredTensor], shape: tuple[int, ...], misfit: s
             break
 
 
-def _skip_reason(layout: WeightLayout, name: str) -> str | None:
+def _skip_reason(layout: WeightLayout, name: str, found: Found) -> str | None:
+    for copy, original in layout.copies:
+        if name == copy and original in found:
+            return f"a copy of {original}"
     return next((reason for pattern, reason in layout.skippable if re.fullmatch(pattern, name)), None)
 
 
@@ -247,7 +281,7 @@ def _report(
 ) -> CheckReport:
     used = {tensor.name: tensor for _, tensors in sources.values() for tensor in tensors}
     skipped = tuple(
-        (name, tensors[0].file.label, _skip_reason(layout, name) or "")
+        (name, tensors[0].file.label, _skip_reason(layout, name, found) or "")
         for name, tensors in found.items()
         if name not in used
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -113,6 +114,13 @@ class StoredTensor:
         if self.dtype == "BF16":
             return widen_bfloat16(self.map())
         return self.map().astype(np.float32, copy=False)
+
+    def pieces(self, size: int) -> Iterator[np.ndarray]:
+        """Yields the values in order, float32, at most ``size`` of them at a time; see `float32`."""
+        values = self.map().reshape(-1)
+        for start in range(0, values.size, size):
+            piece = values[start : start + size]
+            yield widen_bfloat16(piece) if self.dtype == "BF16" else piece.astype(np.float32, copy=False)
 
     def read(self) -> np.ndarray:
         """Returns a new array of the stored type; BF16 becomes float32."""

@@ -53,9 +53,8 @@ class BatchForward:
             )
         self._chunk_size = chunk_size
         rows, length = self._ids.shape
-        self._live = np.arange(
-            rows
-        )  # rows that are still asked for; the others are carried along until it pays to drop
+        # Rows that are still asked for; the others are carried along until it pays to drop them.
+        self._live = np.arange(rows)
         self._in_place = hasattr(model, "new_cache")
         self._cache: KVCache | None = None
         if use_cache and "past_key_values" in self._accepts:

@@ -66,8 +66,9 @@ def generate(
         of a prompt follow each other. A `GenerateOutput` if ``return_dict_in_generate`` is set.
 
     Raises:
-        ValueError: shapes do not fit, a row without a token, pads that are not on the left, or options that
-            contradict each other.
+        ValueError: shapes do not fit, a row without a token, pads that are not on the left, options that contradict
+            each other, or, where the model has a ``config`` with ``vocab_size`` and ``seq_length``, ids or lengths
+            beyond these.
         FloatingPointError: a row has no finite score to choose a token by.
     """
     config = generation_config or GenerationConfig()
@@ -124,6 +125,7 @@ def generate_rows(
         logger.info("seed of sampling: %d", config.seed)
     stopping = Stopping(config, decode)
     rows = Rows(prompts, range(len(prompts)) if record_ids is None else record_ids, _budgets(prompts, config))
+    _check_limits(model, prompts, rows.budgets)
     if config.num_beams > 1 and streamer is not None:
         raise ValueError("a streamer cannot be used with num_beams > 1: beams are not final before the end")
     if config.num_beams > 1 and step_scores is not None:
@@ -157,10 +159,30 @@ def _budgets(prompts: Sequence[Sequence[int]], config: GenerationConfig) -> list
     return budgets
 
 
+def _check_limits(model: Any, prompts: Sequence[Sequence[int]], budgets: np.ndarray) -> None:
+    """Refuses ids that the model does not have and rows that would grow beyond its length, if its config tells."""
+    limits = getattr(model, "config", None)
+    vocab_size, seq_length = getattr(limits, "vocab_size", None), getattr(limits, "seq_length", None)
+    for row, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
+        smallest, largest = min(prompt, default=0), max(prompt, default=0)
+        if smallest < 0 or (isinstance(vocab_size, int) and largest >= vocab_size):
+            allowed = f"0 to {vocab_size - 1}" if isinstance(vocab_size, int) else "0 and above"
+            raise ValueError(
+                f"row {row} has token id {smallest if smallest < 0 else largest}; the model's ids are {allowed}"
+            )
+        if isinstance(seq_length, int) and 0 < seq_length < len(prompt) + budget:
+            raise ValueError(
+                f"row {row}: {len(prompt)} prompt tokens + {budget} new tokens exceed the model's length {seq_length}; "
+                "set max_new_tokens or max_length"
+            )
+
+
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     ids = input_ids.asnumpy()
     if ids.ndim != 2 or not ids.size:
         raise ValueError(f"input_ids must be of shape [batch, length] with at least one token, not {ids.shape}")
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"input_ids must be integers, not {ids.dtype}")
     if attention_mask is None:
         return ids.tolist()
     mask = attention_mask.asnumpy() != 0

@@ -37,7 +37,10 @@ class WeightLayout:
         mappings: one entry a parameter, in the order in which they are read.
         skippable: pairs of a regular expression (matched against the whole HuggingFace tensor name) and the
             reason that is logged when such a tensor is passed over.
+        copies: pairs (tensor, original), both in HuggingFace's or both in our names: a checkpoint may store the tensor
+            as well, with the values of its original, and is refused if they differ.
     """
 
     mappings: tuple[WeightMapping, ...]
     skippable: tuple[tuple[str, str], ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()

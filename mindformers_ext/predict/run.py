@@ -24,11 +24,13 @@ logger = logging.getLogger(__name__)
 _MAX_WAITING = 4
 _MAX_MESSAGE = 500
 _MAX_LOGGED_FAILURES = 5
+# What a record or its batch can bring about. Any other exception is a mistake of the program.
+_FAULTS_OF_RECORDS = (RuntimeError, FloatingPointError, MemoryError, ValueError)
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """`outputs` holds (sample_idx, prompt ids + new ids) of every answered record, in input order."""
+    """`outputs` holds (sample_idx, prompt ids + new ids) of every answered record, in input order, if collected."""
 
     outputs: list[tuple[int, list[int]]]
     summary: RunSummary
@@ -68,6 +70,7 @@ def run_generation(
     skip_special_tokens: bool = True,
     progress: bool = False,
     total: int | None = None,
+    collect: bool = True,
 ) -> RunResult:
     """Answers every record and writes its row, or its `num_sequences` rows, in input order, as soon as its turn comes.
 
@@ -78,8 +81,9 @@ def run_generation(
         records: see `normalize_input`.
         tokenizer: makes ids of prompts and text of new ids.
         decode: takes the ids of at most `batch_size` prompts and the indices of their records, and returns the
-            completions in that order, `num_sequences` for each prompt. An exception means that some record of the batch
-            is at fault; `MemoryError` that the batch did not fit.
+            completions in that order, `num_sequences` for each prompt. RuntimeError, ValueError and FloatingPointError
+            mean that some record of the batch is at fault, `MemoryError` that the batch did not fit; any other
+            exception ends the run.
         writer: takes the rows; None on ranks that do not write.
         batch_size: prompts in one call of `decode`.
         max_new_tokens: new ids a record may get; with its prompt they must fit into `max_length`.
@@ -89,6 +93,7 @@ def run_generation(
         skip_special_tokens: leave special tokens out of the text.
         progress: show a progress bar on stderr.
         total: number of records if known, for the bar.
+        collect: keep the ids of every record for the result; False keeps none, so a run's memory has a bound.
 
     Raises:
         ValueError: batch_size or max_new_tokens below 1.
@@ -97,7 +102,7 @@ def run_generation(
     for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
-    run = _Run(tokenizer, decode, writer, num_sequences, skip_special_tokens)
+    run = _Run(tokenizer, decode, writer, num_sequences, skip_special_tokens, collect)
     start = time.perf_counter()
     waiting: list[_Job] = []
     num_ready = 0
@@ -152,6 +157,7 @@ class _Run:
         writer: RowWriter | None,
         num_sequences: int,
         skip_special_tokens: bool,
+        collect: bool,
     ) -> None:
         self.outputs: list[tuple[int, list[int]]] = []
         self.summary = RunSummary()
@@ -160,7 +166,9 @@ class _Run:
         self._writer = writer
         self._num_sequences = num_sequences
         self._skip_special_tokens = skip_special_tokens
+        self._collect = collect
         self._num_logged = 0
+        self._traced = False
 
     def finish(self, jobs: list[_Job]) -> None:
         """Answers those of `jobs` that have ids and emits all of them."""
@@ -174,7 +182,7 @@ class _Run:
         failure: RecordError | None = None
         try:
             completions = self._decode([job.prompt_ids for job in batch], [job.record.index for job in batch])
-        except Exception as error:
+        except _FAULTS_OF_RECORDS as error:
             kind: ErrorType = "oom" if isinstance(error, MemoryError) else "forward"
             failure = RecordError(kind, f"{type(error).__name__}: {_sentence(error)}")
             self._log_failure(batch, failure, error)
@@ -200,8 +208,9 @@ class _Run:
             return
         indices = ", ".join(str(job.record.index) for job in batch)
         retry = "; trying again in halves" if len(batch) > 1 else ""
-        # The first with its traceback, which shows whether it is a record or the program.
-        trace = error if self._num_logged == 1 else None
+        # One traceback, which shows whether it is a record or the program. A model without finite scores needs none.
+        trace = None if self._traced or isinstance(error, FloatingPointError) else error
+        self._traced = self._traced or trace is not None
         logger.warning("records %s: %s: %s%s", indices, failure.type, failure.message, retry, exc_info=trace)
         if self._num_logged == _MAX_LOGGED_FAILURES:
             logger.warning("further failures are not logged; every error row has its message")
@@ -217,7 +226,8 @@ class _Run:
         for index, completion in enumerate(job.completions):
             new_ids = [int(token) for token in completion.token_ids]  # a foreign model may give numpy's
             self.summary.add_sequence(len(new_ids), completion.finish_reason)
-            self.outputs.append((job.record.index, job.prompt_ids + new_ids))
+            if self._collect:
+                self.outputs.append((job.record.index, job.prompt_ids + new_ids))
             if self._writer is not None:
                 text = answer_text(
                     self._tokenizer, job.prompt_ids, new_ids, completion.stop_position, self._skip_special_tokens

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +30,21 @@ _TEXT_ESCAPES = str.maketrans(
 )
 
 
-def check_output(path: str | os.PathLike[str], input_data: Any = None) -> None:
+def check_output(
+    path: str | os.PathLike[str],
+    input_data: Any = None,
+    protected: Mapping[str, str | os.PathLike[str]] | None = None,
+) -> None:
     """Refuses an output that could not be written at the end of a run, or would harm another file; creates nothing.
 
     Args:
         path: the output file.
         input_data: as `normalize_input` takes it; when it names a file, the output must be another one.
+        protected: files, and folders with all that is in them, that the output must not be; by their names in messages.
 
     Raises:
-        ValueError: no name, an unknown suffix, a directory, link or device, the input file, or a parent that is a file.
+        ValueError: no name, an unknown suffix, a directory, link or device, the input file, something protected, or a
+            parent that is a file.
         PermissionError: the folder is not writable.
         FileNotFoundError: `input_data` names a file that does not exist.
     """
@@ -56,6 +63,8 @@ def check_output(path: str | os.PathLike[str], input_data: Any = None) -> None:
             raise ValueError(f"output {str(file)!r} is not a regular file")
         if source is not None and file.exists() and os.path.samefile(file, source):
             raise ValueError(f"output {str(file)!r} is the input file; give another name")
+        for name, place in (protected or {}).items():
+            _check_apart(file, name, Path(place))
     folder = next(parent for parent in target.parents if parent.exists())
     if not folder.is_dir():
         raise ValueError(f"output {str(path)!r}: {str(folder)!r} is a file, not a folder")
@@ -63,11 +72,20 @@ def check_output(path: str | os.PathLike[str], input_data: Any = None) -> None:
         raise PermissionError(f"output {str(path)!r}: the folder {str(folder)!r} is not writable")
 
 
+def _check_apart(file: Path, name: str, place: Path) -> None:
+    resolved, forbidden = Path(os.path.realpath(file)), Path(os.path.realpath(place))
+    if forbidden.is_dir() and forbidden in resolved.parents:
+        raise ValueError(f"output {str(file)!r} is inside {name} {str(place)!r}; give a path outside that folder")
+    if file.exists() and forbidden.exists() and os.path.samefile(file, forbidden):
+        raise ValueError(f"output {str(file)!r} is {name} {str(place)!r}; give another name")
+
+
 def open_writer(path: str | os.PathLike[str]) -> Writer:
     """Opens `<path>.partial`, making the parent folders; see `Writer`.
 
     Raises:
-        ValueError, PermissionError: as `check_output`.
+        ValueError: as `check_output`, or another run is writing to the partial file.
+        PermissionError: as `check_output`.
         OSError: the file cannot be made.
     """
     check_output(path)
@@ -76,6 +94,9 @@ def open_writer(path: str | os.PathLike[str]) -> Writer:
 
 class Writer:
     """Context manager that takes rows one by one, each on disk (in `<path>.partial`) before the next.
+
+    The partial file is locked until it has become `path` or the process ends: a run has it for itself, and one that
+    was killed is in nobody's way.
 
     Leaving it without an exception puts the complete file in place of `path`; with one, `path` is untouched and the
     rows so far stay in the partial file. Text is UTF-8, file mode 0o640.
@@ -92,10 +113,7 @@ class Writer:
         self._format = _FORMATS.get(path.suffix.lower(), _TEXT)
         self._rows = 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self.partial, flags, OUTPUT_MODE)
-        os.fchmod(descriptor, OUTPUT_MODE)  # whatever the umask or the mode of a file that was left
-        self._file = open(descriptor, "wb")  # noqa: SIM115 - closed by __exit__
+        self._file = open(_open_locked(self.partial), "wb")  # noqa: SIM115 - closed by __exit__
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends one row.
@@ -121,18 +139,16 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None:
-            with suppress(OSError):  # the disk may be what failed
-                self._file.close()
-            logger.error("the run did not finish; %d rows are in %s", self._rows, self.partial)
-            return
         try:
+            if kind is not None:
+                logger.error("the run did not finish; %d rows are in %s", self._rows, self.partial)
+                return
             self._put(((self._format.start if self._rows == 0 else "") + self._format.end).encode())
             os.fsync(self._file.fileno())
+            os.replace(self.partial, self.path)
         finally:
-            with suppress(OSError):
-                self._file.close()
-        os.replace(self.partial, self.path)
+            with suppress(OSError):  # the disk may be what failed
+                self._file.close()  # this gives up the lock, so the file must have its final name by now
         _sync_folder(self.path.parent)
 
 
@@ -169,6 +185,41 @@ _FORMATS = {
 
 def _partial_path(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL_SUFFIX)
+
+
+def _open_locked(partial: Path) -> int:
+    """Opens the partial file for this run alone, empty; returns the descriptor, whose end is that of the lock."""
+    while True:
+        # Not O_TRUNC: the rows in it may be those of a run that is still writing.
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, OUTPUT_MODE)
+        try:
+            _lock(descriptor, partial)
+            if _is_at(partial, descriptor):
+                os.fchmod(descriptor, OUTPUT_MODE)  # whatever the umask or the mode of a file that was left
+                os.ftruncate(descriptor, 0)
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # another run finished between open and lock: this has become its output
+
+
+def _lock(descriptor: int, partial: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{partial} is being written by another run; wait until it ends, or give another output"
+        ) from None
+    except OSError as error:  # a file system without locks
+        logger.warning("%s cannot be locked (%s): no other run may use this output", partial, error.strerror)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _sync_folder(folder: Path) -> None:

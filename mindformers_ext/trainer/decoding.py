@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindformers_ext.checkpoint.files import read_json_object
 from mindformers_ext.config import UNSET, GenerationSection
 from mindformers_ext.config.build import build_generation
 from mindformers_ext.config.generation import BEAM_KEYS, NEVER_USED, SAMPLING_KEYS, without_effect
@@ -18,8 +17,8 @@ from mindformers_ext.generate.noise import fresh_seed
 from mindformers_ext.generate.processors import check_token_ids
 from mindformers_ext.predict import Tokenizer
 from mindformers_ext.runtime import logger
+from mindformers_ext.trainer.stored_options import FILE, SPECIAL_KEYS, read_stored, stored_ids
 
-_FILE = "generation_config.json"
 _PLUGINS = ("logits_processor", "stopping_criteria")
 # What generation_config.json decides where the YAML is silent, as far as it has an effect in the mode of the run.
 # It never chooses the mode, nor what is returned.
@@ -85,14 +84,15 @@ def resolve_generation(
 
     Decoding is greedy unless an argument or the YAML sets do_sample or num_beams: ``generation_config.json`` does not
     choose the mode. Its temperature, top_k, top_p ... hold in sampling, its penalties and bans in every mode. The EOS
-    ids are those of the YAML if it sets them (null: none at all), else those of ``generation_config.json`` and of the
-    tokenizer together. Sampling without a seed draws a fresh one.
+    ids are those of the YAML if it sets them (null: none at all), else those of ``generation_config.json`` (of
+    ``config.json`` where that file is missing) and of the tokenizer together. Sampling without a seed draws a fresh
+    one.
 
     Args:
         section: the YAML's ``generation``.
         max_new_tokens: of the run.
         tokenizer: its special tokens come last.
-        folder: where ``generation_config.json`` may be.
+        folder: where ``generation_config.json`` and ``config.json`` may be.
         vocab_size: ids that the model has.
         arguments: names and values like those of the section, and plug-ins; they win over it.
 
@@ -106,23 +106,27 @@ def resolve_generation(
         section = build_generation({**section.explicit(), **arguments})
         for sentence in without_effect(section, arguments):
             logger.warning("generation: %s", sentence)
-    path = None if folder is None else folder / _FILE
-    stored = read_json_object(path) if path is not None and path.is_file() else {}
-    stored = {name: value for name, value in stored.items() if value is not None}
+    stored, path = read_stored(folder)
     _log_what_the_file_cannot_do(stored, section)
 
     values: dict[str, Any] = {"max_new_tokens": max_new_tokens, **plugins}
     for name in _options(section):
         if name not in origins and name in stored and name in _FILE_KEYS:
-            values[name], origins[name] = _stored_value(name, stored[name], path), _FILE
+            values[name], origins[name] = _stored_value(name, stored[name], path), FILE
         elif name in origins or name in _ALWAYS_SHOWN or (section.do_sample and name in _SHOWN_IN_SAMPLING):
             values[name] = getattr(section, name)
             origins.setdefault(name, "default")
     if section.do_sample and section.seed is None:
         values["seed"], origins["seed"] = fresh_seed(), "drawn for this run"
-    eos, origins["eos_token_id"] = _eos(section, stored, tokenizer, origins.get("eos_token_id", "yaml"))
+    listed = {name: stored_ids(name, stored, path) for name in SPECIAL_KEYS}
+    file = path.name if path is not None else FILE
+    eos, origins["eos_token_id"] = _eos(
+        section, listed["eos_token_id"], file, tokenizer, origins.get("eos_token_id", "yaml")
+    )
     values["eos_token_id"] = list(eos) or None
-    values["pad_token_id"], origins["pad_token_id"] = _pad(section, stored, tokenizer, eos, origins)
+    values["pad_token_id"], origins["pad_token_id"] = _pad(
+        section, listed["pad_token_id"], file, tokenizer, eos, origins.get("pad_token_id", "yaml")
+    )
 
     config = GenerationConfig(**values)
     for token in eos:
@@ -154,33 +158,33 @@ def _log_what_the_file_cannot_do(stored: Mapping[str, Any], section: GenerationS
     asks = bool(stored.get("do_sample")) or stored.get("num_beams", 1) != 1
     if asks and not section.do_sample and section.num_beams == 1:
         active = ", ".join(f"{key} {stored[key]}" for key in _MODE_KEYS if key in stored)
-        logger.info("%s asks for another mode (%s); decoding is greedy all the same", _FILE, active)
+        logger.info("%s asks for another mode (%s); decoding is greedy all the same", FILE, active)
     ignored = [f"{key} {stored[key]}" for key in _UNKNOWN_FILE_KEYS if stored.get(key) not in (None, False, 0, 1)]
     if ignored:
-        logger.warning("%s: %s: not supported and without effect", _FILE, ", ".join(ignored))
+        logger.warning("%s: %s: not supported and without effect", FILE, ", ".join(ignored))
 
 
 def _eos(
-    section: GenerationSection, stored: Mapping[str, Any], tokenizer: Tokenizer, given: str
+    section: GenerationSection, listed: tuple[int, ...], file: str, tokenizer: Tokenizer, given: str
 ) -> tuple[tuple[int, ...], str]:
     if section.eos_token_id is not UNSET:
         return _ids(section.eos_token_id), given
-    listed = _ids(stored.get("eos_token_id"))
     merged = tuple(dict.fromkeys((*listed, *tokenizer.eos_token_ids)))
-    sources = [_FILE] * bool(listed) + ["tokenizer"] * bool(set(tokenizer.eos_token_ids) - set(listed))
+    sources = [file] * bool(listed) + ["tokenizer"] * bool(set(tokenizer.eos_token_ids) - set(listed))
     return merged, " and ".join(sources) or "none found"
 
 
 def _pad(
     section: GenerationSection,
-    stored: Mapping[str, Any],
+    listed: tuple[int, ...],
+    file: str,
     tokenizer: Tokenizer,
     eos: tuple[int, ...],
-    origins: Mapping[str, str],
+    given: str,
 ) -> tuple[int, str]:
     candidates = [
-        (section.pad_token_id if section.pad_token_id is not UNSET else None, origins.get("pad_token_id", "yaml")),
-        (stored.get("pad_token_id"), _FILE),
+        (section.pad_token_id if section.pad_token_id is not UNSET else None, given),
+        (listed[0] if listed else None, file),
         (tokenizer.pad_token_id, "tokenizer"),
         (eos[0] if eos else None, "first EOS id"),
         (0, "default"),

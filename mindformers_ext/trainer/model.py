@@ -53,6 +53,17 @@ def training_tokenizer(config: TrainConfig) -> Tokenizer | None:
     return None if folder is None else Tokenizer.from_folder(folder)
 
 
+def protected_files(config: TrainConfig) -> dict[str, str]:
+    """Returns what no output may overwrite, by the name of its key: the model's folder and the training data."""
+    data = config.train_dataset.dataloader.path
+    files = {"checkpoint.load_path": config.checkpoint.load_path or ""}
+    if isinstance(data, list):
+        files |= {f"train_dataset.dataloader.path[{index}]": path for index, path in enumerate(data)}
+    else:
+        files["train_dataset.dataloader.path"] = data or ""
+    return {name: path for name, path in files.items() if path}
+
+
 def load_model_weights(model: Any, path: str | os.PathLike[str]) -> None:
     """Fills a model from a checkpoint; one that the caller made without ``weight_layout()`` is used as it is.
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, 
 from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import CausalLM
 from mindformers_ext.trainer.inference import build_inference_tokenizer, generate_from_records, resolve_generation
-from mindformers_ext.trainer.model import load_model_weights, resolve_model_config, training_tokenizer
+from mindformers_ext.trainer.model import load_model_weights, protected_files, resolve_model_config, training_tokenizer
 from mindformers_ext.trainer.setup import TrainingRun, build_training_run
 from mindformers_ext.trainer.train_state import TrainerState
 from mindformers_ext.trainer.training import LossFunction, train_loop
@@ -96,7 +97,7 @@ class Trainer:
         self.tokenizer: Tokenizer | None
         if self.is_inference:
             self.tokenizer = build_inference_tokenizer(self.config)
-            _check_files(self.config.inference or InferenceSection())
+            _check_files(self.config)
         else:
             self.tokenizer = training_tokenizer(self.config)
         if model is None:
@@ -150,9 +151,10 @@ class Trainer:
         self,
         input_data: Any = None,
         max_new_tokens: int | None = None,
-        output: str | None = None,
+        output: str | os.PathLike[str] | None = None,
         batch_size: int | None = None,
         dataset_field: str | None = None,
+        collect: bool = True,
         **generation: Any,
     ) -> list[tuple[int, list[int]]]:
         """Answers prompts and writes one row for each input record, in input order.
@@ -165,6 +167,7 @@ class Trainer:
                 string, or None without an ``inference`` section, writes no file.
             batch_size: None takes ``inference.batch_size``.
             dataset_field: field of a record that holds the prompt; None takes ``predict.dataset_field``.
+            collect: False returns an empty list, so that the answers of a long file need no memory.
             **generation: options of decoding in the names of the YAML's ``generation``, and the plug-ins
                 ``logits_processor`` and ``stopping_criteria``; they win over the YAML.
 
@@ -172,13 +175,15 @@ class Trainer:
             ``(sample_idx, ids of prompt and answer)`` of every record that was answered.
 
         Raises:
-            ValueError: an argument out of range, or a checkpoint that does not fit.
+            ValueError: an argument out of range, a checkpoint that does not fit, or an output that would overwrite one
+                of the run's own files or that another run is writing.
+            TypeError: an argument of a type that cannot be meant.
             FileNotFoundError: the input looks like a path and does not exist.
         """
         options = _inference_options(self.config, input_data, max_new_tokens, output, batch_size)
         field = self.config.predict.dataset_field if dataset_field is None else dataset_field
         if options.output:
-            check_output(options.output, options.input_data)
+            check_output(options.output, options.input_data, protected_files(self.config))
         records = normalize_input(options.input_data, field)
         if self.tokenizer is None:
             raise ValueError("inference() needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
@@ -205,6 +210,7 @@ class Trainer:
                 vocab_size=vocab_size,
                 skip_special_tokens=self.config.predict.skip_special_tokens,
                 progress=self.config.predict.progress and rank() == 0,
+                collect=collect,
             )
         self.last_summary = result.summary
         self.last_summary.seed = resolved.config.seed
@@ -258,22 +264,33 @@ def _load(
 
 
 def _inference_options(
-    config: TrainConfig, input_data: Any, max_new_tokens: int | None, output: str | None, batch_size: int | None
+    config: TrainConfig,
+    input_data: Any,
+    max_new_tokens: int | None,
+    output: str | os.PathLike[str] | None,
+    batch_size: int | None,
 ) -> InferenceSection:
     section = config.inference or InferenceSection(output="")
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    if output is not None and not isinstance(output, str | os.PathLike):
+        raise TypeError(f"output must be a path, not {type(output).__name__}")
     return InferenceSection(
-        max_new_tokens=section.max_new_tokens if max_new_tokens is None else max_new_tokens,
-        batch_size=section.batch_size if batch_size is None else batch_size,
-        output=section.output if output is None else output,
+        max_new_tokens=section.max_new_tokens if max_new_tokens is None else _count("max_new_tokens", max_new_tokens),
+        batch_size=section.batch_size if batch_size is None else _count("batch_size", batch_size),
+        output=section.output if output is None else os.fsdecode(output),
         input_data=section.input_data if input_data is None else input_data,
     )
 
 
-def _check_files(section: InferenceSection) -> None:
+def _count(name: str, value: Any) -> int:
+    # numpy's integers are registered as Integral
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    return int(value)
+
+
+def _check_files(config: TrainConfig) -> None:
     """Finds mistakes in paths before the model is built."""
-    check_output(section.output, section.input_data)
+    section = config.inference or InferenceSection()
+    check_output(section.output, section.input_data, protected_files(config))
     if section.input_data is not None:
         normalize_input(section.input_data)

@@ -13,7 +13,8 @@ from mindformers_ext.config import TrainConfig
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.predict import Tokenizer, check_output, normalize_input
 from mindformers_ext.trainer.checks import check_block_length, check_saving
-from mindformers_ext.trainer.model import resolve_model_config, training_tokenizer
+from mindformers_ext.trainer.model import protected_files, resolve_model_config, training_tokenizer
+from mindformers_ext.trainer.stored_options import SPECIAL_KEYS, read_stored, stored_ids
 
 _FLOAT_BYTES = 4
 # Weights, gradients and the two moments of AdamW.
@@ -71,7 +72,11 @@ def _report_weights(config: TrainConfig, model: TransformerConfig) -> int:
 def _report_prediction(config: TrainConfig, model: TransformerConfig, values: int) -> None:
     section = config.inference
     assert section is not None  # the loader requires it
-    check_output(section.output, section.input_data)
+    check_output(section.output, section.input_data, protected_files(config))
+    assert config.checkpoint.load_path is not None  # the loader requires it
+    stored, path = read_stored(model_files_folder(config.checkpoint.load_path))
+    for name in SPECIAL_KEYS:
+        stored_ids(name, stored, path)
     if section.input_data is not None:
         records = errors = 0
         for record in normalize_input(section.input_data, config.predict.dataset_field):

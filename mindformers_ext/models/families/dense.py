@@ -30,13 +30,15 @@ def weight_layout(config: TransformerConfig) -> WeightLayout:
     for index in range(config.num_layers):
         mappings += _layer_mappings(config, f"decoder.layers.{index}.", f"model.layers.{index}.")
     mappings.append(copied("decoder.final_layernorm.weight", "model.norm.weight", hidden))
-    skippable = [(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "computed from the configuration")]
+    skippable = ((r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "computed from the configuration"),)
+    copies: tuple[tuple[str, str], ...] = ()
     if config.tie_word_embeddings:
         # A tied checkpoint that was saved under pipeline parallelism may hold the last stage's copy.
-        skippable.append((r"lm_head\.weight|output_layer\.weight", "the head shares the embedding's weight"))
+        head, embedding = ("lm_head.weight", "output_layer.weight"), mappings[0]
+        copies = ((head[0], embedding.sources[0]), (head[1], embedding.name))
     else:
         mappings.append(copied("output_layer.weight", "lm_head.weight", config.vocab_size, hidden))
-    return WeightLayout(tuple(mappings), tuple(skippable))
+    return WeightLayout(tuple(mappings), skippable, copies)
 
 
 def _layer_mappings(config: TransformerConfig, ours: str, theirs: str) -> list[WeightMapping]:

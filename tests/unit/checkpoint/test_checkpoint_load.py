@@ -13,9 +13,11 @@ import pytest
 from mindformers_ext.checkpoint import (
     CheckpointError,
     check_weights,
+    load,
     load_weights,
     locate_checkpoint,
     model_files_folder,
+    open_weights,
     read_model_json,
 )
 from mindformers_ext.checkpoint.tensor_file import widen_bfloat16
@@ -94,13 +96,66 @@ def test_a_mixture_of_types_joins_in_float32(tmp_path: Path) -> None:
 @pytest.mark.parametrize("with_head", [True, False])
 def test_a_tied_head_may_be_stored_or_not(tmp_path: Path, with_head: bool) -> None:
     layout = toy.make_layout(tied=True)
-    toy.write_single(tmp_path, HF if with_head else {name: HF[name] for name in HF if name != toy.HEAD})
+    tensors = {name: HF[name] for name in HF if name != toy.HEAD}
+    toy.write_single(tmp_path, tensors | ({toy.HEAD: HF[toy.EMBEDDING]} if with_head else {}))
     model = toy.Model()
     report = load_weights(tmp_path, layout, model.assign)
     toy.assert_same(model.arrays, toy.parameters(HF, layout))
-    skipped = ((toy.HEAD, "model.safetensors", "the head is the embedding"),) if with_head else ()
-    assert report.skipped == skipped
-    assert ("the head is the embedding" in report.summary()) == with_head
+    reason = f"a copy of {toy.EMBEDDING}"
+    assert report.skipped == (((toy.HEAD, "model.safetensors", reason),) if with_head else ())
+    assert (reason in report.summary()) == with_head
+
+
+@pytest.mark.parametrize("types", [("F32", "BF16"), ("BF16", "F32"), ("BF16", "BF16"), ("F16", "BF16")])
+def test_the_copy_of_a_tied_head_is_compared_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types) -> None:
+    monkeypatch.setattr(load, "_PIECE", 5)
+    layout = toy.make_layout(tied=True)
+    stored = dict(zip((toy.HEAD, toy.EMBEDDING), types, strict=True))
+    head = HF[toy.EMBEDDING].copy()
+    toy.write_single(tmp_path, HF | {toy.HEAD: head}, stored)
+    load_weights(tmp_path, layout, toy.Model().assign)
+    head[-1, -1] += 1
+    path = toy.write_single(tmp_path, HF | {toy.HEAD: head}, stored)
+    model = toy.Model()
+    with pytest.raises(CheckpointError, match=r"differs.*model\.tie_word_embeddings: false") as caught:
+        load_weights(tmp_path, layout, model.assign)
+    assert f"{toy.HEAD} in {path.name}" in str(caught.value)
+    assert f"{toy.EMBEDDING} in {path.name}" in str(caught.value)
+    assert not model.arrays
+
+
+def test_a_copy_of_another_shape_is_refused_from_the_headers(tmp_path: Path) -> None:
+    toy.write_single(tmp_path, HF | {toy.HEAD: HF[toy.HEAD][1:]})
+    with pytest.raises(CheckpointError, match=r"wrong shapes \(1\): lm_head\.weight"):
+        check_weights(tmp_path, toy.make_layout(tied=True))
+
+
+def test_the_head_of_a_tied_mindformers_checkpoint_is_compared_on_every_rank(tmp_path: Path) -> None:
+    layout = toy.make_layout(tied=True)
+    values = toy.parameters(HF, layout)
+    head = values["embedding.word_embeddings.weight"].copy()
+    for offset in (0, 1):
+        for rank, tensors in enumerate((values, {"output_layer.weight": head + offset})):
+            (tmp_path / toy.rank_file(rank=rank, total=2)).write_bytes(toy.file_bytes(tensors))
+        if offset:
+            with pytest.raises(CheckpointError, match=r"output_layer\.weight in .* differs from embedding\.word"):
+                load_weights(tmp_path, layout, toy.Model().assign)
+        else:
+            load_weights(tmp_path, layout, toy.Model().assign)
+
+
+def test_comparing_a_copy_takes_no_memory(tmp_path: Path) -> None:
+    shape = (2048, 1024)
+    mapping = WeightMapping("e", shape, ("e",), (shape,), lambda arrays: arrays[0], lambda array: [array])
+    for dtype in ("F32", "BF16"):
+        toy.write_single(tmp_path, {"e": np.ones(shape), "head": np.ones(shape)}, dtype)
+        tracemalloc.start()
+        try:
+            with open_weights(tmp_path, WeightLayout((mapping,), copies=(("head", "e"),))):
+                peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 2 << 20  # the tensors have 8 MiB as float32
 
 
 def test_every_bfloat16_widens_to_the_same_value() -> None:

@@ -54,11 +54,10 @@ def make_layout(tied: bool = False) -> WeightLayout:
         _plain("decoder.final_layernorm.weight", NORM, (HIDDEN,)),
     ]
     if tied:
-        skippable: tuple[tuple[str, str], ...] = ((r"lm_head\.weight", "the head is the embedding"),)
-    else:
-        mappings.append(_plain("output_layer.weight", HEAD, (VOCAB, HIDDEN)))
-        skippable = ((r"model\.layers\.\d+\.rotary_emb\.inv_freq", "computed"),)
-    return WeightLayout(tuple(mappings), skippable)
+        copies = ((HEAD, EMBEDDING), ("output_layer.weight", "embedding.word_embeddings.weight"))
+        return WeightLayout(tuple(mappings), copies=copies)
+    mappings.append(_plain("output_layer.weight", HEAD, (VOCAB, HIDDEN)))
+    return WeightLayout(tuple(mappings), ((r"model\.layers\.\d+\.rotary_emb\.inv_freq", "computed"),))
 
 
 def hf_weights() -> dict[str, np.ndarray]:

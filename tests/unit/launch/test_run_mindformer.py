@@ -61,7 +61,7 @@ class Trainer:
     def train(self):
         act("train", self.config)
 
-    def inference(self):
+    def inference(self, collect):
         act("inference", self.config)
         self.last_summary = Summary()
         self.last_summary.num_errors = plan.get("errors", 0)

@@ -158,6 +158,35 @@ def test_a_failing_record_is_found_and_only_it_is_lost(tokenizer, guilty):
     assert result.summary.errors == {"forward": 1} and result.summary.num_answers == 11
 
 
+@pytest.mark.parametrize("bug", [TypeError, AttributeError, NameError, KeyError, IndexError])
+def test_a_mistake_of_the_program_ends_the_run_at_once(tokenizer, bug):
+    rows, model = Rows(), Model(bad=[3], failure=bug("bug"))
+    with pytest.raises(bug):
+        run_generation(normalize_input(["a"] * 8), tokenizer, model, rows, batch_size=2, max_new_tokens=1)
+    assert [row["sample_idx"] for row in rows] == [0, 1] and model.batches == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("failure", [ValueError("x"), FloatingPointError("x"), MemoryError("x"), RuntimeError("x")])
+def test_what_a_record_can_bring_about_costs_that_record(tokenizer, failure):
+    rows, _ = run(tokenizer, ["a", "b"], Model(bad=[1], failure=failure))
+    assert ["error" in row for row in rows] == [False, True]
+
+
+def test_a_record_without_finite_scores_is_one_line_and_others_still_have_their_traceback(tokenizer, caplog):
+    class Both(Model):
+        def __call__(self, prompts, indices):
+            raise FloatingPointError("no finite score") if indices == [0] else RuntimeError("kernel")
+
+    run(tokenizer, ["a", "b"], Both(), batch_size=1)
+    assert [record.exc_info is not None for record in caplog.records] == [False, True]
+    assert "no finite score" in caplog.records[0].getMessage()
+
+
+def test_nothing_is_collected_on_demand(tokenizer):
+    rows, result = run(tokenizer, ["a", "b"], collect=False)
+    assert len(rows) == 2 and result.outputs == [] and result.summary.num_answers == 2
+
+
 def test_out_of_memory_has_its_own_class(tokenizer):
     rows, _ = run(tokenizer, ["a", "b"], Model(bad=[1], failure=MemoryError()))
     assert rows[1]["error_type"] == "oom" and rows[1]["error"] == "MemoryError: MemoryError"

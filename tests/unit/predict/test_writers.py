@@ -1,6 +1,11 @@
+import errno
+import fcntl
 import json
 import os
+import pathlib
 import stat
+import subprocess
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -114,6 +119,94 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_output(tmp_path):
             os.dup2(full.fileno(), writer._file.fileno())
         writer.write(ROWS[0])
     assert path.read_text() == "old"
+
+
+def test_a_second_writer_of_an_output_is_refused_and_harms_nothing(tmp_path):
+    path = tmp_path / "o.jsonl"
+    with open_writer(path) as writer:
+        writer.write(ROWS[0])
+        with pytest.raises(ValueError, match=r"o\.jsonl\.partial is being written by another run"):
+            open_writer(path)
+        writer.write(ROWS[1])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS
+    assert json.loads(write(path, ROWS[:1])) == ROWS[0]
+
+
+HOLD = """
+import sys
+from mindformers_ext.predict import open_writer
+with open_writer(sys.argv[1]) as writer:
+    writer.write({"sample_idx": 7})
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_another_process_is_kept_out_until_it_is_killed(tmp_path):
+    path, root = tmp_path / "o.jsonl", pathlib.Path(__file__).parents[3]
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root
+    ) as other:
+        assert other.stdout.readline() == b"ready\n"
+        with pytest.raises(ValueError, match="another run"):
+            open_writer(path)
+        assert json.loads((tmp_path / "o.jsonl.partial").read_text()) == {"sample_idx": 7}
+        other.kill()
+    assert json.loads(write(path, ROWS[:1])) == ROWS[0]
+
+
+def test_the_lock_holds_until_the_output_has_its_name(tmp_path, monkeypatch):
+    path = tmp_path / "o.jsonl"
+    replace = os.replace
+
+    def racing(source, target):
+        with pytest.raises(ValueError, match="another run"):
+            open_writer(path)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", racing)
+    assert json.loads(write(path, ROWS[:1])) == ROWS[0]
+
+
+def test_an_output_that_was_finished_between_open_and_lock_is_not_emptied(tmp_path, monkeypatch):
+    path = tmp_path / "o.jsonl"
+    first = open_writer(path)
+    first.write(ROWS[0])
+    lock = fcntl.flock
+
+    def late(descriptor, operation):
+        monkeypatch.setattr(fcntl, "flock", lock)
+        first.__exit__(None, None, None)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with open_writer(path):
+        assert json.loads(path.read_text()) == ROWS[0]
+
+
+def test_a_file_system_without_locks_is_written_to_with_a_warning(tmp_path, monkeypatch, caplog):
+    def unsupported(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    assert json.loads(write(tmp_path / "o.jsonl", ROWS[:1])) == ROWS[0]
+    assert "cannot be locked (No locks available)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["model/o.jsonl", "model/deep/o.txt", "link/o", "x/../model/config.json", "train.txt"])
+def test_what_is_protected_is_refused_as_output_by_any_name(tmp_path, name):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    (tmp_path / "train.txt").write_text("text")
+    protected = {
+        "checkpoint.load_path": tmp_path / "link",
+        "train_dataset.dataloader.path": str(tmp_path / "train.txt"),
+    }
+    with pytest.raises(ValueError, match=r"output '.*' is (inside checkpoint\.load_path|train_dataset\.data.*) '.*'"):
+        check_output(tmp_path / name, None, protected)
+    for other in ("model2/o.txt", "o.jsonl", "model.txt"):
+        check_output(tmp_path / other, None, protected)
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])

@@ -111,6 +111,40 @@ def test_a_null_eos_in_the_yaml_ends_no_answer_early(resolve):
     assert resolve({"eos_token_id": [3]}, stored).config.eos_token_ids == (3,)
 
 
+def test_special_tokens_that_stand_only_in_config_json_count(resolve, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [7, 8], "pad_token_id": 9, "min_length": 5}))
+    resolved = resolve()
+    assert set(resolved.config.eos_token_ids) >= {7, 8} and resolved.config.pad_token_id == 9
+    assert resolved.origins["pad_token_id"] == "config.json" and "config.json" in resolved.origins["eos_token_id"]
+    assert resolved.config.min_length == 0
+    assert not {7, 8} & set(resolve(stored={"eos_token_id": 2}).config.eos_token_ids)
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("eos_token_id", value) for value in (["0", "2"], [[0, 2]], {"a": 1}, True, 0.0, "x", [True], 2**70)]
+    + [("pad_token_id", value) for value in ("x", 1.5, False)],
+)
+def test_special_tokens_that_are_no_ids_are_refused_with_file_and_key(resolve, tmp_path, file, key, value):
+    (tmp_path / file).write_text(json.dumps({key: value}))
+    with pytest.raises(ValueError, match=rf"/{file}: {key}: expected an integer"):
+        resolve()
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "", "\udcff"])
+def test_a_file_that_is_no_object_is_refused_by_name(resolve, tmp_path, text):
+    (tmp_path / "generation_config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=r"/generation_config\.json"):
+        resolve()
+
+
+def test_an_eos_below_zero_stops_nothing_and_is_warned_about(resolve, log):
+    ids = resolve(stored={"eos_token_id": [-1, 5]}).config.eos_token_ids
+    assert 5 in ids and -1 not in ids
+    assert "eos_token_id [-1, 5]: no token has an id below 0" in log.text
+
+
 def test_the_length_of_the_file_does_not_count(resolve):
     config = resolve(stored={"max_length": 20, "max_new_tokens": 5}).config
     assert (config.max_new_tokens, config.max_length) == (30, None)

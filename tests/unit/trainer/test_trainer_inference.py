@@ -186,6 +186,8 @@ def test_the_model_of_a_trainer_can_generate():
     [
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be a positive integer, not 0"),
         ({"batch_size": -1}, ValueError, "batch_size must be a positive integer, not -1"),
+        ({"max_new_tokens": True}, ValueError, "max_new_tokens must be a positive integer, not True"),
+        ({"output": 5}, TypeError, "output must be a path, not int"),
         ({"output": "x.xml"}, ValueError, "must end in .jsonl, .json or .txt"),
         ({"input_data": "missing/prompts.jsonl"}, FileNotFoundError, "does not exist"),
         ({"input_data": 5}, TypeError, "must be a path, a string, a dict or a list"),
@@ -197,6 +199,72 @@ def test_arguments_that_cannot_work_are_refused_before_the_weights_are_read(argu
     monkeypatch.setattr(trainer, "_load_inference_checkpoint", lambda: pytest.fail("weights were read"))
     with pytest.raises(error, match=message):
         trainer.inference(**{"input_data": PROMPT, **arguments})
+
+
+def test_arguments_may_be_numpys_and_paths():
+    import numpy as np
+
+    trainer = Trainer(config())
+    assert trainer.inference(PROMPT, np.int64(6), pathlib.Path("o.jsonl"), np.int32(1)) == [(0, ANSWER)]
+    assert rows("o.jsonl")[0]["generated_ids"] == ANSWER
+
+
+def test_an_output_inside_the_checkpoint_is_refused_at_once(tmp_path):
+    from mindformers_ext.config import load_config
+    from mindformers_ext.trainer.validate import validate
+
+    shutil.copytree(CHECKPOINT, tmp_path / "model")
+    (tmp_path / "link").symlink_to("model")
+    settings = config(checkpoint={"load_path": "link"}, inference={"output": "model/config.json"})
+    before = (tmp_path / "model" / "config.json").read_bytes()
+    for action in (Trainer, lambda tree: validate(load_config(tree))):
+        with pytest.raises(ValueError, match=r"output .*model/config\.json' is inside checkpoint\.load_path 'link'"):
+            action(settings)
+    trainer = Trainer(config(checkpoint={"load_path": "link"}))
+    with pytest.raises(ValueError, match="is inside checkpoint.load_path"):
+        trainer.inference(PROMPT, output="link/new.jsonl")
+    assert (tmp_path / "model" / "config.json").read_bytes() == before
+
+
+def test_a_bad_generation_config_is_refused_by_validate_and_before_the_weights_are_read(tmp_path, monkeypatch):
+    from mindformers_ext.config import load_config
+    from mindformers_ext.trainer.validate import validate
+
+    shutil.copytree(CHECKPOINT, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    settings = config(checkpoint={"load_path": "model"})
+    trainer = Trainer(settings)
+    monkeypatch.setattr(trainer, "_load_inference_checkpoint", lambda: pytest.fail("weights were read"))
+    for action in (lambda: validate(load_config(settings)), lambda: trainer.inference(PROMPT)):
+        with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id: expected an integer"):
+            action()
+
+
+def test_an_eos_that_the_model_does_not_have_is_refused_before_the_weights_are_read(monkeypatch):
+    trainer = Trainer(config(generation={"eos_token_id": [5, 100000]}))
+    monkeypatch.setattr(trainer, "_load_inference_checkpoint", lambda: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match=r"generation\.eos_token_id 100000 is not among"):
+        trainer.inference(PROMPT)
+
+
+def test_a_tied_checkpoint_with_a_head_of_its_own_is_refused_and_can_be_untied(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(CHECKPOINT, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][::-1].copy()
+    save_file(tensors, file)
+    settings = config(checkpoint={"load_path": "model"})
+    with pytest.raises(ValueError, match=r"lm_head\.weight .* differs .*model\.tie_word_embeddings: false"):
+        Trainer(settings).inference(PROMPT)
+    (untied,) = Trainer(settings | {"model": {"tie_word_embeddings": False}}).inference(PROMPT)
+    assert untied != (0, ANSWER)
+
+
+def test_the_answers_are_not_collected_on_demand():
+    assert Trainer(config()).inference(PROMPT, collect=False) == []
+    assert rows()[0]["generated_ids"] == ANSWER
 
 
 def test_training_a_predicting_trainer_is_refused():
