@@ -1,7 +1,6 @@
 """From config.json and YAML names to a model configuration."""
 
 import json
-import logging
 import pathlib
 from dataclasses import replace
 
@@ -87,13 +86,6 @@ def test_missing_keys_are_named_as_the_user_would_write_them():
 def test_options_that_would_change_results_are_refused(key, value):
     with pytest.raises(ValueError, match=key):
         transformer_config(SMALL | {key: value})
-
-
-@pytest.fixture
-def log(caplog):
-    logging.getLogger("mindformers_ext").propagate = True
-    caplog.set_level(logging.INFO, logger="mindformers_ext")
-    return caplog
 
 
 def test_keys_without_effect_are_named_in_one_warning(log):

@@ -1,7 +1,6 @@
 """Degrees of parallelism: what is derived, what is refused, and that every process has one place."""
 
 import itertools
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +13,6 @@ def dims(world_size, shard=-1, tp=1, cp=1, pp=1, ep=1):
         data_parallel_shard=shard, tensor_parallel=tp, context_parallel=cp, pipeline_parallel=pp, expert_parallel=ep
     )
     return ParallelDims.from_config(degrees, world_size)
-
-
-@pytest.fixture
-def log(caplog):
-    logging.getLogger("mindformers_ext").propagate = True
-    caplog.set_level(logging.WARNING, logger="mindformers_ext")
-    return caplog
 
 
 @pytest.mark.parametrize(

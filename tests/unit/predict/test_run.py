@@ -1,4 +1,3 @@
-import logging
 from pathlib import Path
 
 import pytest
@@ -172,14 +171,14 @@ def test_what_a_record_can_bring_about_costs_that_record(tokenizer, failure):
     assert ["error" in row for row in rows] == [False, True]
 
 
-def test_a_record_without_finite_scores_is_one_line_and_others_still_have_their_traceback(tokenizer, caplog):
+def test_a_record_without_finite_scores_is_one_line_and_others_still_have_their_traceback(tokenizer, log):
     class Both(Model):
         def __call__(self, prompts, indices):
             raise FloatingPointError("no finite score") if indices == [0] else RuntimeError("kernel")
 
     run(tokenizer, ["a", "b"], Both(), batch_size=1)
-    assert [record.exc_info is not None for record in caplog.records] == [False, True]
-    assert "no finite score" in caplog.records[0].getMessage()
+    assert [record.exc_info is not None for record in log.records] == [False, True]
+    assert "no finite score" in log.records[0].getMessage()
 
 
 def test_nothing_is_collected_on_demand(tokenizer):
@@ -235,19 +234,18 @@ def test_without_a_writer_the_outputs_are_the_same(tokenizer):
     assert result.summary.num_records == 2
 
 
-def test_neither_prompts_nor_answers_reach_log_or_terminal(tokenizer, caplog, capsys):
-    with caplog.at_level(logging.DEBUG):
-        run(tokenizer, ["secret one", "", "secret two"], Model(bad=[2]), batch_size=1, progress=True)
+def test_neither_prompts_nor_answers_reach_log_or_terminal(tokenizer, log, capsys):
+    run(tokenizer, ["secret one", "", "secret two"], Model(bad=[2]), batch_size=1, progress=True)
     output = capsys.readouterr()
-    assert "secret" not in caplog.text + output.err + output.out
+    assert "secret" not in log.text + output.err + output.out
     assert output.out == ""
     assert "predict" in output.err
-    assert "records 2: forward: RuntimeError: first line" in caplog.text
+    assert "records 2: forward: RuntimeError: first line" in log.text
 
 
 def test_many_failures_are_logged_a_few_times_only(tokenizer, caplog):
     run(tokenizer, ["a"] * 100, Model(bad=range(100)), batch_size=1)
-    assert len(caplog.records) <= 6
+    assert len(log.records) <= 6
 
 
 def test_summary_lines(tokenizer):

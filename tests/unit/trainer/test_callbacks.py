@@ -1,8 +1,5 @@
-import logging
-
 import pytest
 
-from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.callbacks import (
     CallbackHandler,
     CheckpointCallback,
@@ -47,14 +44,12 @@ def test_handler_calls_in_order_and_adds_the_objects_of_the_run():
     assert first.seen == second.seen == expected
 
 
-def test_loss_line_every_interval_with_readable_values(caplog, monkeypatch):
-    monkeypatch.setattr(logger, "propagate", True)
-    with caplog.at_level(logging.INFO, logger.name):
-        state = run_steps(LossCallback(log_interval=2), 5)
+def test_loss_line_every_interval_with_readable_values(log):
+    state = run_steps(LossCallback(log_interval=2), 5)
     assert [line["step"] for line in state.log_history] == [2, 4]
     assert state.log_history[0]["loss"] == 1.25
-    assert len(caplog.messages) == 2
-    assert caplog.messages[0].startswith("step 2/5 | epoch 0.00 | loss 1.250000 | lr 1.000e-03 | grad_norm 0.5000 | ")
+    assert len(log.messages) == 2
+    assert log.messages[0].startswith("step 2/5 | epoch 0.00 | loss 1.250000 | lr 1.000e-03 | grad_norm 0.5000 | ")
 
 
 def test_checkpoint_at_every_interval_and_at_the_end_but_never_twice():
@@ -70,15 +65,14 @@ def test_checkpoint_at_every_interval_and_at_the_end_but_never_twice():
     assert saved == []
 
 
-def test_failing_disk_is_logged_between_and_raised_at_the_end(caplog, monkeypatch):
-    monkeypatch.setattr(logger, "propagate", True)
+def test_failing_disk_is_logged_between_and_raised_at_the_end(log):
 
     def save(state):
         raise OSError("disk full")
 
     callback = CheckpointCallback(save, 2)
     state = run_steps(callback, 2)
-    assert "no checkpoint of step 2: disk full; training goes on" in caplog.text
+    assert "no checkpoint of step 2: disk full; training goes on" in log.text
     with pytest.raises(OSError, match="disk full"):
         callback.on_train_end(None, state)
 

@@ -1,7 +1,6 @@
 """Where the options of a run's decoding come from."""
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -35,15 +34,6 @@ def resolve(tmp_path, tokenizer):
         return resolve_generation(section, 30, tokenizer, tmp_path, vocab_size, arguments)
 
     return call
-
-
-@pytest.fixture
-def log(caplog):
-    logger = logging.getLogger("mindformers_ext")
-    logger.addHandler(caplog.handler)
-    with caplog.at_level(logging.INFO, logger="mindformers_ext"):
-        yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 SAMPLING_FILE = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}

@@ -1,7 +1,6 @@
 """Sampling through the Trainer, on a checkpoint that transformers wrote."""
 
 import json
-import logging
 import pathlib
 
 import pytest
@@ -55,19 +54,13 @@ def test_the_same_prompt_again_gets_another_answer(expected):
     assert all(len(set(answers)) == len(answers) for answers in groups.values())
 
 
-def test_a_drawn_seed_is_logged_kept_in_the_summary_and_repeats_the_run(caplog):
-    logger = logging.getLogger("mindformers_ext")
-    logger.addHandler(caplog.handler)
-    try:
-        with caplog.at_level(logging.INFO, logger="mindformers_ext"):
-            first = trainer(seed=None)
-            outputs = [first.inference(RECORDS) for _ in range(2)]
-    finally:
-        logger.removeHandler(caplog.handler)
+def test_a_drawn_seed_is_logged_kept_in_the_summary_and_repeats_the_run(log):
+    first = trainer(seed=None)
+    outputs = [first.inference(RECORDS) for _ in range(2)]
     seed = first.last_summary.seed
     assert outputs[0] != outputs[1]
-    assert f"seed {seed} (drawn for this run)" in caplog.text
-    assert f"seed of sampling: {seed}" in caplog.text
+    assert f"seed {seed} (drawn for this run)" in log.text
+    assert f"seed of sampling: {seed}" in log.text
     assert trainer(seed=seed).inference(RECORDS) == outputs[1]
 
 
