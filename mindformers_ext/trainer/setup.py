@@ -148,7 +148,7 @@ def _resume(saved: TrainingState | None, optimizer: AdamW, steps: int) -> Traine
     if saved is None or saved.optimizer_tensors is None:
         return TrainerState(max_steps=steps)
     optimizer.load_state_dict(saved.optimizer_tensors)
-    state = TrainerState.from_common(saved.common, steps)
+    state = TrainerState.from_common(saved.common, steps, str(saved.folder / "common.json"))
     logger.info("continuing after step %d of %s", state.global_step, saved.folder)
     return state
 

@@ -43,24 +43,43 @@ class TrainerState:
         }
 
     @classmethod
-    def from_common(cls, common: Mapping[str, Any], max_steps: int) -> TrainerState:
+    def from_common(
+        cls, common: Mapping[str, Any], max_steps: int, source: str = "common.json of the checkpoint"
+    ) -> TrainerState:
         """Restores the progress that `to_common` recorded.
 
         Checkpoints without ``consumed_samples`` are read as ``global_step * global_batch_size``.
 
+        Args:
+            common: the recorded fields.
+            max_steps: step at which training ends.
+            source: names the checkpoint in errors.
+
         Raises:
-            ValueError: ``global_step`` is missing, or so is every trace of the position in the data.
+            ValueError: ``global_step`` is missing, or so is every trace of the position in the data; or a value is
+                none that training writes.
         """
-        step, batch = common.get("global_step"), common.get("global_batch_size")
+        names = ("global_step", "global_batch_size", "consumed_samples", "epoch_num")
+        step, batch, consumed, epoch = (_counter(common, name, source) for name in names)
         if step is None:
-            raise ValueError("common.json of the checkpoint has no global_step; it is not a training checkpoint")
-        consumed = common.get("consumed_samples")
-        if consumed is None and batch is None:
-            raise ValueError("common.json of the checkpoint has neither consumed_samples nor global_batch_size")
+            raise ValueError(f"{source} has no global_step; it is not a training checkpoint")
+        if consumed is None:
+            if batch is None:
+                raise ValueError(f"{source} has neither consumed_samples nor global_batch_size")
+            consumed = step * batch
         return cls(
-            global_step=int(step),
-            epoch=float(common.get("epoch_num") or 0),
-            consumed_samples=int(step * batch if consumed is None else consumed),
+            global_step=step,
+            epoch=float(epoch or 0),
+            consumed_samples=consumed,
             max_steps=max_steps,
-            global_batch_size=int(batch or 0),
+            global_batch_size=batch or 0,
         )
+
+
+def _counter(common: Mapping[str, Any], name: str, source: str) -> int | None:
+    value = common.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"{source}: {name} must be a whole number of at least 0, not {value!r:.40}")
+    return value
