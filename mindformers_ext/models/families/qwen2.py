@@ -7,7 +7,6 @@ from typing import Any
 from mindformers_ext.models.families import dense
 from mindformers_ext.models.families.family import Family
 
-
 # transformers gives Qwen2 its biases whatever these keys say, and published files hold attention_bias: false.
 _ALIASES = {key: target for key, target in dense.ALIASES.items() if key not in ("attention_bias", "mlp_bias")}
 
