@@ -43,7 +43,7 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
 def apply_overrides(tree: dict[Any, Any], overrides: Mapping[str, Any], source: Source) -> None:
     """Sets dotted keys in the raw tree, in order, and marks them in `source`; missing sections are made.
 
-    A number addresses an entry of a list that is there: `callbacks.0.type`.
+    A number addresses an entry of a list: `callbacks.0.type`. A list that is missing is made, its entries in order.
 
     Raises:
         ConfigError: a malformed key, or one that leads through something that is not a section.
@@ -60,17 +60,27 @@ def apply_overrides(tree: dict[Any, Any], overrides: Mapping[str, Any], source: 
 def _set(tree: dict[Any, Any], keys: tuple[str, ...], value: Any, source: Source) -> None:
     node: Any = tree
     path: KeyPath = ()
-    for key in keys[:-1]:
-        step = _step(node, key, path, keys)
+    for key, following in zip(keys[:-1], keys[1:], strict=True):
+        step = _entry(node, key, path, keys, source)
         path = (*path, step)
-        if isinstance(node, dict) and node.get(step) is None:
-            node[step] = {}
+        if node[step] is None:
+            node[step] = [] if following == "0" else {}
             source.overridden.add(path)
         node = node[step]
-    step = _step(node, keys[-1], path, keys)
+    step = _entry(node, keys[-1], path, keys, source)
     path = (*path, step)
     source.overridden.add(path)
     node[step] = plain_copy(value, source, path)
+
+
+def _entry(node: Any, key: str, path: KeyPath, keys: tuple[str, ...], source: Source) -> str | int:
+    """As `_step`, for an entry that is made where it is missing, as None."""
+    if isinstance(node, list) and path in source.overridden and key == str(len(node)):
+        node.append(None)
+    step = _step(node, key, path, keys)
+    if isinstance(node, dict):
+        node.setdefault(step, None)
+    return step
 
 
 def _step(node: Any, key: str, path: KeyPath, keys: tuple[str, ...]) -> str | int:

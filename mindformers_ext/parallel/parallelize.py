@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from mindspore import nn
+from typing import TYPE_CHECKING
 
 from mindformers_ext.parallel.parallel_dims import ParallelDims
+
+if TYPE_CHECKING:
+    from mindspore import nn
 
 
 def parallelize_model(model: nn.Cell, dims: ParallelDims, forward_only: bool) -> nn.Cell:

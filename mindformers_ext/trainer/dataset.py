@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -198,17 +200,45 @@ def build_dataset(
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yields number and text of the lines that are not blank; only a line feed ends a line."""
     if not path.exists():
-        raise FileNotFoundError(f"training data {path} does not exist")
+        raise FileNotFoundError(f"train_dataset.dataloader.path: {path} does not exist")
     if path.is_dir():
-        raise ValueError(f"training data {path} is a directory; name the files")
+        raise ValueError(f"train_dataset.dataloader.path: {path} is a directory; name the files")
     with path.open("rb") as stream:
         for number, raw in enumerate(stream, 1):
             try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                # Files glued together have a byte order mark in the middle too.
+                line = raw.removeprefix(codecs.BOM_UTF8).decode("utf-8").strip()
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}:{number}: not valid UTF-8 ({error.reason} at byte {error.start})") from None
             if line:
                 yield number, line
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in record:
+            raise ValueError(f"the key {key!r} is there twice")
+        record[key] = value
+    return record
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40} is no finite number")
+    return value
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_text(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -219,8 +249,8 @@ def _read_text(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
     for number, line in _lines(path):
         try:
-            record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+            record = _JSON.decode(line)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: not valid JSON: {error}") from None
         if not isinstance(record, dict):
             raise ValueError(f"{path}:{number}: expected a JSON object, got {type(record).__name__}")
@@ -229,6 +259,8 @@ def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, list[s
             if not isinstance(value, str) or not value:
                 found = f"it is {value!r:.40}" if field in record else f"the record has {', '.join(record) or 'none'}"
                 raise ValueError(f"{path}:{number}: field {field!r} must be a text that is not empty; {found}")
+            if not _is_unicode(value):
+                raise ValueError(f"{path}:{number}: field {field!r} holds half of a surrogate pair, which is no text")
         yield number, [record[field] for field in fields]
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mindformers_ext.checkpoint import model_files_folder
 from mindformers_ext.config import TrainConfig
 from mindformers_ext.generate import GenerationConfig, GenerationStats, generate_rows
 from mindformers_ext.generate.configuration import DEFAULT_MAX_NEW_TOKENS
 from mindformers_ext.predict import Completion, Record, RunResult, Tokenizer, run_generation
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
+from mindformers_ext.trainer.model import checkpoint_model_files
 
 __all__ = [
     "Resolved",
@@ -28,7 +28,7 @@ def build_inference_tokenizer(config: TrainConfig) -> Tokenizer:
         FileNotFoundError: there is no such folder, or no tokenizer in it.
         ValueError: its files are damaged.
     """
-    return Tokenizer.from_folder(model_files_folder(config.checkpoint.load_path))
+    return Tokenizer.from_folder(checkpoint_model_files(config))
 
 
 def generate_batch(

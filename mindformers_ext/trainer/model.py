@@ -13,6 +13,31 @@ from mindformers_ext.predict import Tokenizer
 from mindformers_ext.runtime import logger
 
 
+def named_folder(path: str | os.PathLike[str], key: str) -> Path:
+    """Returns a folder of the configuration.
+
+    Raises:
+        FileNotFoundError: it does not exist; names the key.
+        ValueError: it is a file.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"{key}: the folder {folder} does not exist")
+    if not folder.is_dir():
+        raise ValueError(f"{key}: {folder} is a file; name its folder, {folder.parent}")
+    return folder
+
+
+def checkpoint_model_files(config: TrainConfig) -> Path:
+    """Returns where config.json and the tokenizer of ``checkpoint.load_path`` lie.
+
+    Raises:
+        FileNotFoundError: the checkpoint does not exist.
+        ValueError: it is a file.
+    """
+    return model_files_folder(named_folder(config.checkpoint.load_path, "checkpoint.load_path"))
+
+
 def resolve_model_config(config: TrainConfig) -> TransformerConfig:
     """Joins the ``model`` section with the ``config.json`` that lies beside the weights, if there is one.
 
@@ -21,7 +46,7 @@ def resolve_model_config(config: TrainConfig) -> TransformerConfig:
     """
     hf_config = None
     if config.checkpoint.load_path:
-        hf_config = read_model_json(model_files_folder(config.checkpoint.load_path), "config.json")
+        hf_config = read_model_json(checkpoint_model_files(config), "config.json")
     section = dict(config.model.extra)
     for key in ("model_type", "architectures"):
         if getattr(config.model, key) is not None:
@@ -38,8 +63,8 @@ def tokenizer_folder(config: TrainConfig) -> Path | None:
     """Returns where the training tokenizer lies: ``tokenizer_path``, or beside the weights; None if neither is set."""
     path = config.train_dataset.dataloader.tokenizer_path
     if path is not None:
-        return Path(path)
-    return model_files_folder(config.checkpoint.load_path) if config.checkpoint.load_path else None
+        return named_folder(path, "train_dataset.dataloader.tokenizer_path")
+    return checkpoint_model_files(config) if config.checkpoint.load_path else None
 
 
 def training_tokenizer(config: TrainConfig) -> Tokenizer | None:

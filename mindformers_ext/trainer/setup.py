@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from mindspore import Parameter, nn
 
 from mindformers_ext.checkpoint import (
     TrainingState,
-    load_training_state,
-    locate_checkpoint,
     save_checkpoint,
     write_model_files,
 )
@@ -21,8 +18,15 @@ from mindformers_ext.models import TransformerConfig, hf_config
 from mindformers_ext.predict import Tokenizer
 from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.callbacks import CallbackHandler, CheckpointCallback, TrainerCallback, build_callbacks
-from mindformers_ext.trainer.checks import check_block_length, check_saving, save_folder
-from mindformers_ext.trainer.dataset import TrainDataset, build_dataset
+from mindformers_ext.trainer.checks import (
+    build_configured_dataset,
+    check_saving,
+    describe_data,
+    open_saved_run,
+    save_folder,
+    saved_state,
+)
+from mindformers_ext.trainer.dataset import TrainDataset
 from mindformers_ext.trainer.lr_scheduler import Schedule, build_schedule
 from mindformers_ext.trainer.model import load_model_weights, tokenizer_folder
 from mindformers_ext.trainer.optimizer import AdamW
@@ -67,13 +71,15 @@ def build_training_run(
         FileNotFoundError: a file of the configuration does not exist.
     """
     check_saving(config, _described(model))
+    data: dict[str, Any] = {}
     if dataset is None:
-        dataset = _build_dataset(config, model, tokenizer)
+        dataset = build_configured_dataset(config, model.config, tokenizer)
+        data = describe_data(config, dataset)
     if schedule is None:
         scheduler = config.lr_scheduler
         options = {name: getattr(scheduler, name) for name in scheduler.to_dict() if name not in scheduler.extra}
         schedule = build_schedule(options, config.training.steps)
-    with _open_saved_run(config) as saved:
+    with open_saved_run(config) as saved:
         load_path = config.checkpoint.load_path if saved is None else saved.folder
         if load_path:
             load_model_weights(model, load_path)
@@ -81,7 +87,7 @@ def build_training_run(
             model.init_weights(config.training.seed)
         if optimizer is None:
             optimizer = _build_optimizer(config, model)
-        state = _resume(saved, optimizer, config.training.steps)
+        state = _resume(saved, optimizer, config.training.steps, data)
     handlers = build_callbacks([{"type": entry.type, **entry.extra} for entry in config.callbacks])
     if config.checkpoint.enable_save:
         handlers.append(_checkpoint_callback(config, model, optimizer))
@@ -89,27 +95,6 @@ def build_training_run(
         [*handlers, *callbacks], model=model, optimizer=optimizer, lr_scheduler=schedule, train_dataset=dataset
     )
     return TrainingRun(dataset, optimizer, schedule, handler, state)
-
-
-def _build_dataset(config: TrainConfig, model: nn.Cell, tokenizer: Tokenizer | None) -> TrainDataset:
-    loader = config.train_dataset.dataloader
-    if isinstance(model.config, TransformerConfig):
-        check_block_length(config, model.config)
-    if tokenizer is None or loader.path is None or loader.type is None:
-        raise ValueError("train_dataset.dataloader needs type, path and tokenizer_path")
-    return build_dataset(
-        loader.type,
-        loader.path,
-        tokenizer,
-        loader.seq_length or model.config.seq_length,
-        text_field=loader.text_field,
-        prompt_field=loader.prompt_field,
-        response_field=loader.response_field,
-        packing=loader.packing,
-        shuffle=loader.shuffle,
-        seed=config.training.seed,
-        vocab_size=model.config.vocab_size,
-    )
 
 
 def _build_optimizer(config: TrainConfig, model: nn.Cell) -> AdamW:
@@ -124,31 +109,12 @@ def _build_optimizer(config: TrainConfig, model: nn.Cell) -> AdamW:
     )
 
 
-def _open_saved_run(config: TrainConfig) -> AbstractContextManager[TrainingState | None]:
-    """Opens the training checkpoint to continue from; None if there is none, or only its weights are asked for.
-
-    Raises:
-        ValueError: the checkpoint cannot be continued.
-    """
-    section = config.checkpoint
-    if not section.load_path or section.no_load_optim or locate_checkpoint(section.load_path).format == "huggingface":
-        return nullcontext()
-    saved = load_training_state(section.load_path)
-    if saved.optimizer_tensors is None:
-        saved.close()
-        raise ValueError(
-            f"{saved.folder} was saved without optimizer (no_save_optim); set checkpoint.no_load_optim: true to "
-            "start a new run from its weights"
-        )
-    return saved
-
-
-def _resume(saved: TrainingState | None, optimizer: AdamW, steps: int) -> TrainerState:
+def _resume(saved: TrainingState | None, optimizer: AdamW, steps: int, data: dict[str, Any]) -> TrainerState:
     """Restores optimizer and progress from a saved run; without one, training starts at step 0."""
     if saved is None or saved.optimizer_tensors is None:
-        return TrainerState(max_steps=steps)
+        return TrainerState(max_steps=steps, data=data)
+    state = saved_state(saved, steps, data)
     optimizer.load_state_dict(saved.optimizer_tensors)
-    state = TrainerState.from_common(saved.common, steps)
     logger.info("continuing after step %d of %s", state.global_step, saved.folder)
     return state
 

@@ -6,14 +6,27 @@ A predict YAML is checked without importing mindspore.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
-from mindformers_ext.checkpoint import check_weights, model_files_folder
+from mindformers_ext.checkpoint import check_weights
 from mindformers_ext.config import TrainConfig
 from mindformers_ext.models import TransformerConfig, weight_layout
+from mindformers_ext.models.rope import inverse_frequencies
+from mindformers_ext.parallel import ParallelDims
 from mindformers_ext.predict import Tokenizer, check_output, normalize_input
-from mindformers_ext.trainer.checks import check_block_length, check_saving
-from mindformers_ext.trainer.model import protected_files, resolve_model_config, training_tokenizer
+from mindformers_ext.runtime import world_size
+from mindformers_ext.trainer.checks import (
+    build_configured_dataset,
+    check_saving,
+    describe_data,
+    open_saved_run,
+    saved_state,
+)
+from mindformers_ext.trainer.model import (
+    checkpoint_model_files,
+    protected_files,
+    resolve_model_config,
+    training_tokenizer,
+)
 from mindformers_ext.trainer.stored_options import SPECIAL_KEYS, read_stored, stored_ids
 
 _FLOAT_BYTES = 4
@@ -36,17 +49,21 @@ def validate(config: TrainConfig) -> None:
     predict = config.run_mode == "predict"
     tokenizer = _prediction_tokenizer(config) if predict else training_tokenizer(config)
     model = resolve_model_config(config)
+    ParallelDims.from_config(config.parallelism, world_size())
+    inverse_frequencies(model.rope, model.kv_channels, model.max_position_embeddings)
     if tokenizer is not None:
         _report_tokenizer(tokenizer, model)
     values = _report_weights(config, model)
-    (_report_prediction if predict else _report_training)(config, model, values)
+    if predict:
+        _report_prediction(config, model, values)
+    else:
+        _report_training(config, model, values, tokenizer)
     print("valid")
 
 
 def _prediction_tokenizer(config: TrainConfig) -> Tokenizer:
     # As trainer.inference does it, which imports mindspore.
-    assert config.checkpoint.load_path is not None  # the loader requires it
-    return Tokenizer.from_folder(model_files_folder(config.checkpoint.load_path))
+    return Tokenizer.from_folder(checkpoint_model_files(config))
 
 
 def _report_tokenizer(tokenizer: Tokenizer, model: TransformerConfig) -> None:
@@ -73,8 +90,7 @@ def _report_prediction(config: TrainConfig, model: TransformerConfig, values: in
     section = config.inference
     assert section is not None  # the loader requires it
     check_output(section.output, section.input_data, protected_files(config))
-    assert config.checkpoint.load_path is not None  # the loader requires it
-    stored, path = read_stored(model_files_folder(config.checkpoint.load_path))
+    stored, path = read_stored(checkpoint_model_files(config))
     for name in SPECIAL_KEYS:
         stored_ids(name, stored, path)
     if section.input_data is not None:
@@ -97,19 +113,31 @@ def _report_prediction(config: TrainConfig, model: TransformerConfig, values: in
     )
 
 
-def _report_training(config: TrainConfig, model: TransformerConfig, values: int) -> None:
-    from mindformers_ext.trainer.training import check_batch_sizes  # imports mindspore
-
-    check_batch_sizes(config.training)
+def _report_training(config: TrainConfig, model: TransformerConfig, values: int, tokenizer: Tokenizer | None) -> None:
     check_saving(config, model)
-    check_block_length(config, model)
-    path = config.train_dataset.dataloader.path
-    for file in [path] if isinstance(path, str) else path or []:
-        if not Path(file).is_file():
-            raise FileNotFoundError(f"train_dataset.dataloader.path: {file} does not exist")
+    dataset = build_configured_dataset(config, model, tokenizer)
+    data = describe_data(config, dataset)
+    print(f"data: {data['blocks']} blocks of {data['seq_length']} tokens")
+    with open_saved_run(config) as saved:
+        if saved is not None:
+            state = saved_state(saved, config.training.steps, data)
+            print(f"continues: {saved.folder} after step {state.global_step}")
+    _check_with_mindspore(config)
     print(
         f"memory: weights, gradients and optimizer {_size(_TRAINING_COPIES * values * _FLOAT_BYTES)}, and activations"
     )
+
+
+def _check_with_mindspore(config: TrainConfig) -> None:
+    from mindformers_ext.trainer.callbacks import build_callbacks
+    from mindformers_ext.trainer.lr_scheduler import build_schedule
+    from mindformers_ext.trainer.training import check_batch_sizes
+
+    check_batch_sizes(config.training)
+    build_callbacks([{"type": entry.type, **entry.extra} for entry in config.callbacks])
+    scheduler = config.lr_scheduler
+    options = {name: getattr(scheduler, name) for name in scheduler.to_dict() if name not in scheduler.extra}
+    build_schedule(options, config.training.steps)
 
 
 def _size(num_bytes: int) -> str:

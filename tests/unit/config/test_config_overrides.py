@@ -98,6 +98,15 @@ def test_an_entry_of_a_list_is_addressed_by_its_number(data):
             load_config(data / "train.yaml", {key: 7})
 
 
+@pytest.mark.parametrize("tree", [PREDICT, {**PREDICT, "callbacks": None}])
+def test_a_missing_list_is_made_entry_by_entry(tree):
+    overrides = {"callbacks.0.type": "A", "callbacks.1.type": "B", "callbacks.0.every": 7}
+    config = load_config(tree, overrides)
+    assert [(entry.type, entry.extra) for entry in config.callbacks] == [("A", {"every": 7}), ("B", {})]
+    with pytest.raises(ConfigError, match="callbacks is a list of 1 without entry 2"):
+        load_config(tree, {"callbacks.0.type": "A", "callbacks.2.type": "B"})
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

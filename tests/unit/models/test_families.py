@@ -243,3 +243,11 @@ def test_a_configuration_built_by_hand_is_checked_too():
         replace(transformer_config(SMALL), seq_length=-5)
     with pytest.raises(ValueError, match="model: add_qkv_bias must be true or false, not None"):
         replace(transformer_config(SMALL), add_qkv_bias=None)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_qwen2_has_its_biases_whatever_attention_bias_says(value):
+    """transformers does not read the key for Qwen2, and published files hold it as false."""
+    keys = SMALL | {"model_type": "qwen2"}
+    assert transformer_config({}, keys | {"attention_bias": value}) == transformer_config(keys)
+    assert transformer_config(keys | {"attention_bias": value}).add_qkv_bias

@@ -243,7 +243,7 @@ def test_neither_prompts_nor_answers_reach_log_or_terminal(tokenizer, log, capsy
     assert "records 2: forward: RuntimeError: first line" in log.text
 
 
-def test_many_failures_are_logged_a_few_times_only(tokenizer, caplog):
+def test_many_failures_are_logged_a_few_times_only(tokenizer, log):
     run(tokenizer, ["a"] * 100, Model(bad=range(100)), batch_size=1)
     assert len(log.records) <= 6
 

@@ -151,6 +151,12 @@ def test_order_is_kept_without_shuffle(tmp_path):
         (b'{"text": ""}', "it is ''"),
         (b'{"text": 5}', "it is 5"),
         (b'{"text": "\xff"}', "not valid UTF-8"),
+        (b'{"text": "a", "n": ' + b"1" * 5000 + b"}", "not valid JSON: Exceeds the limit"),
+        (b'{"text": "\\ud800"}', "field 'text' holds half of a surrogate pair"),
+        (b'{"text": "a", "text": "b"}', "the key 'text' is there twice"),
+        (b'{"text": "a", "n": NaN}', "NaN is no finite number"),
+        (b'{"text": "a", "n": 1e999}', "1e999 is no finite number"),
+        (b"[" * 100_000, "not valid JSON"),
         (b'{"text": "z"}', "token id 122 does not fit the model's vocab_size 120"),
     ],
 )
@@ -160,6 +166,13 @@ def test_bad_lines_are_refused_with_file_and_line(tmp_path, line, problem):
     with pytest.raises(ValueError, match=r"d\.jsonl:3: ") as raised:
         build_dataset("JsonlDataset", str(path), ByteTokenizer(), 8, vocab_size=120)
     assert problem in str(raised.value)
+
+
+def test_a_byte_order_mark_may_begin_any_line(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "cc"}\n\xef\xbb\xbf{"text": "dd"}\n')
+    found = rows(build_dataset("JsonlDataset", str(path), ByteTokenizer(), 3))
+    assert [inputs for inputs, _ in found] == [ids("cc"), ids("dd")]
 
 
 def test_unusable_options_are_refused(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from mindformers_ext.checkpoint import load_weights
 from mindformers_ext.models import transformer_config
 from mindformers_ext.models.gpt_model import GPTModel
-from mindformers_ext.trainer import Trainer, setup
+from mindformers_ext.trainer import Trainer, checks, setup
 from mindformers_ext.trainer.causal_lm import CausalLM
 
 TOKENIZER = pathlib.Path(__file__).parents[2] / "data" / "checkpoints" / "qwen3"
@@ -203,7 +203,7 @@ def test_a_new_run_is_not_saved_among_the_checkpoints_of_another(load):
     ],
 )
 def test_a_folder_that_cannot_be_saved_to_is_refused_before_the_first_step(settings, key, monkeypatch):
-    monkeypatch.setattr(setup, "build_dataset", lambda *_, **__: pytest.fail("data was read"))
+    monkeypatch.setattr(checks, "build_dataset", lambda *_, **__: pytest.fail("data was read"))
     before = sorted(pathlib.Path().rglob("*"))
     with pytest.raises(ValueError, match=rf"^checkpoint.{key}\b"):
         Trainer(config(checkpoint=settings))
@@ -242,6 +242,46 @@ def test_blocks_longer_than_the_model_takes_are_refused_before_data_is_read():
         Trainer(settings)
 
 
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ({"seq_length": 32}, r"seq_length 32 instead of 24, blocks \d+ instead of \d+"),
+        ({"packing": False}, "blocks 25 "),
+    ],
+)
+def test_a_position_in_other_blocks_is_refused(loader, message):
+    Trainer(config(training={"steps": 2})).train()
+    settings = config(checkpoint={"load_path": "saved"})
+    settings["train_dataset"]["dataloader"].update(loader)
+    with pytest.raises(ValueError, match=rf"iteration_00000002 \({message}.*no_load_optim: true"):
+        Trainer(settings)
+
+
+def test_another_order_of_the_same_blocks_is_told(caplog):
+    Trainer(config(training={"steps": 2})).train()
+    settings = config(checkpoint={"load_path": "saved"}, training={"global_batch_size": 2})
+    settings["train_dataset"]["dataloader"]["packing"] = True
+    Trainer(settings)
+    assert "another order" not in caplog.text
+    common = pathlib.Path("saved/iteration_00000002/trainer_state.json")
+    stored = json.loads(common.read_text())
+    stored["data"]["seed"] = 8
+    common.write_text(json.dumps(stored))
+    Trainer(settings)
+    assert "another order of data than in saved/iteration_00000002: seed 7 instead of 8" in caplog.text
+
+
+def test_a_missing_folder_is_named_by_its_key():
+    with pytest.raises(FileNotFoundError, match="^checkpoint.load_path: the folder nope does not exist$"):
+        Trainer({"run_mode": "predict", "checkpoint": {"load_path": "nope"}, "inference": {}})
+    with pytest.raises(FileNotFoundError, match="^checkpoint.load_path: the folder nope "):
+        Trainer(config(checkpoint={"load_path": "nope"}))
+    settings = config()
+    settings["train_dataset"]["dataloader"]["tokenizer_path"] = "nope"
+    with pytest.raises(FileNotFoundError, match="^train_dataset.dataloader.tokenizer_path: the folder nope "):
+        Trainer(settings)
+
+
 def test_a_checkpoint_without_optimizer_cannot_be_continued():
     Trainer(config(checkpoint={"no_save_optim": True})).train()
     with pytest.raises(ValueError, match="saved without optimizer .*set checkpoint.no_load_optim: true"):
@@ -267,14 +307,14 @@ def test_weights_and_optimizer_come_from_one_step_when_the_tracker_moves_meanwhi
     Trainer(config(training={"steps": 20})).train()
     tracker = pathlib.Path("saved/latest_checkpointed_iteration.txt")
     tracker.write_text("10")
-    original = setup.load_training_state
+    original = checks.load_training_state
 
     def load_then_move(path):
         state = original(path)
         tracker.write_text("20")
         return state
 
-    monkeypatch.setattr(setup, "load_training_state", load_then_move)
+    monkeypatch.setattr(checks, "load_training_state", load_then_move)
     resumed = Trainer(config(checkpoint={"load_path": "saved"}))
     assert resumed.state.global_step == 10
     saved = {}

@@ -280,3 +280,11 @@ def test_progress_of_a_foreign_checkpoint_is_read_or_refused():
         TrainerState.from_common({"consumed_samples": 8}, 9)
     with pytest.raises(ValueError, match="consumed_samples"):
         TrainerState.from_common({"global_step": 5}, 9)
+
+
+@pytest.mark.parametrize("key", ["global_step", "global_batch_size", "consumed_samples", "epoch_num"])
+@pytest.mark.parametrize("value", ["7", -1, 1.5, True, [], 10**30])
+def test_a_damaged_counter_is_named(key, value):
+    good = {"global_step": 5, "global_batch_size": 8, "consumed_samples": 40, "epoch_num": 1}
+    with pytest.raises(ValueError, match=f"^saved/common.json: {key} must be a whole number"):
+        TrainerState.from_common({**good, key: value}, 9, "saved/common.json")

@@ -35,7 +35,7 @@ def training(**options):
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pathlib.Path("train.jsonl").write_text("{}")
+    pathlib.Path("train.jsonl").write_text('{"text": "one two three"}')
 
 
 def test_the_cache_of_a_usual_prompt_stands_beside_the_largest(capsys, monkeypatch):
@@ -97,4 +97,48 @@ def test_blocks_longer_than_the_model_takes_are_refused():
     settings = training()
     settings["train_dataset"]["dataloader"]["seq_length"] = 100_000
     with pytest.raises(ValueError, match=r"train_dataset.dataloader.seq_length \(100000\) exceeds"):
+        validate(load_config(settings))
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("model", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        ("model", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs low_freq_factor"),
+        ("callbacks", [{"type": "Nowhere"}], r"callbacks\[0\]: unknown callback 'Nowhere'"),
+        ("parallelism", {"pipeline_parallel": 2}, "must divide the number of processes, which is 1"),
+    ],
+)
+def test_what_the_run_would_refuse_is_refused(section, values, message):
+    settings = training()
+    if section == "model":
+        del settings["model"]["rope_parameters"]
+        values = {**settings["model"], **values}
+    with pytest.raises(ValueError, match=message):
+        validate(load_config({**settings, section: values}))
+
+
+def test_the_training_data_is_read():
+    settings = training()
+    settings["train_dataset"]["dataloader"]["path"] = "."
+    with pytest.raises(ValueError, match="^train_dataset.dataloader.path: . is a directory"):
+        validate(load_config(settings))
+    pathlib.Path("bad.jsonl").write_text('{"txt": 1}')
+    settings["train_dataset"]["dataloader"]["path"] = "bad.jsonl"
+    with pytest.raises(ValueError, match=r"bad.jsonl:1: field 'text'"):
+        validate(load_config(settings))
+
+
+def test_the_checkpoint_to_continue_is_read(capsys):
+    from mindformers_ext.trainer import Trainer
+
+    settings = training()
+    settings["checkpoint"] = {"save_path": "saved"}
+    Trainer(settings).train()
+    settings["checkpoint"]["load_path"] = "saved"
+    validate(load_config(settings))
+    assert "continues: saved/iteration_00000002 after step 2\n" in capsys.readouterr().out
+    common = pathlib.Path("saved/iteration_00000002/common.json")
+    common.write_text(json.dumps({**json.loads(common.read_text()), "consumed_samples": "x"}))
+    with pytest.raises(ValueError, match="iteration_00000002/common.json: consumed_samples must be a whole number"):
         validate(load_config(settings))
