@@ -90,12 +90,17 @@ def _are_ids(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and value < math.inf
+    return type(value) in (int, float) and (abs(value) <= 1e30 or value == -math.inf)
 
 
 TokenIds = Annotated[list[Natural], _NOT_EMPTY]
 Text = Annotated[str, Check("with at least one character", lambda value: len(value) > 0)]
-Temperature = Annotated[float, Check("> 0 (greedy decoding is do_sample: false)", lambda value: value > 0)]
+# Beyond these borders float32 scores would overflow or vanish.
+Temperature = Annotated[
+    float, Check("from 1e-38 to 1e38 (greedy decoding is do_sample: false)", lambda value: 1e-38 <= value <= 1e38)
+]
+Penalty = Annotated[float, Check("from 1e-6 to 1e6", lambda value: 1e-6 <= value <= 1e6)]
+LengthPenalty = Annotated[float, Check("from -8 to 8", lambda value: -8 <= value <= 8)]
 PositiveFraction = Annotated[float, Check("> 0 and <= 1", lambda value: 0 < value <= 1)]
 Biases = Annotated[list[Any], Check("of pairs [[token ids], bias]", _are_biases)]
 Decay = Annotated[list[Any], Check("[start, factor] with an integer start >= 0 and a factor > 0", _is_decay)]
@@ -128,11 +133,11 @@ class GenerationSection(Section):
     # beams and several answers
     num_beams: Count = 1
     num_return_sequences: Count = 1
-    length_penalty: float = 1.0
+    length_penalty: LengthPenalty = 1.0
     early_stopping: bool | Literal["never"] = False
     beam_score: Literal["transformers", "vllm"] = "transformers"
     # what changes scores before the choice
-    repetition_penalty: PositiveFloat = 1.0
+    repetition_penalty: Penalty = 1.0
     no_repeat_ngram_size: Natural = 0
     bad_words_ids: Annotated[list[TokenIds], _NOT_EMPTY] | None = None
     sequence_bias: Biases | None = None

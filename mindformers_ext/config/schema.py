@@ -329,6 +329,7 @@ class PredictSection(Section):
     task: Literal["generate"] = "generate"
     dataset_field: Name = "instruction"
     skip_special_tokens: bool = True
+    suppress_unnamed_tokens: bool = False
     progress: bool = True
 
 

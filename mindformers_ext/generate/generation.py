@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
 from mindformers_ext.generate.beam_search import search_beams
 from mindformers_ext.generate.configuration import GenerationConfig
@@ -22,6 +23,9 @@ from mindformers_ext.generate.stopping import DecodeNew, Stopping
 from mindformers_ext.generate.streamers import Streamer
 from mindformers_ext.generate.utils import left_pad
 from mindformers_ext.runtime import logger
+
+# Alternatives that the rows of one generation may have; each becomes a pair of Python objects.
+_MOST_ALTERNATIVES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -130,12 +134,11 @@ def generate_rows(
         raise ValueError("a streamer cannot be used with num_beams > 1: beams are not final before the end")
     if config.num_beams > 1 and step_scores is not None:
         raise ValueError("output_scores cannot be used with num_beams > 1; use output_logprobs")
-    if streamer is not None:
-        streamer.put(left_pad(prompts, config.filler)[0])
-    training = bool(getattr(model, "training", False))
-    model.set_train(False)
+    _check_log_probabilities(config, rows)
     try:
-        with ms._no_grad():
+        if streamer is not None:
+            streamer.put(left_pad(prompts, config.filler)[0])
+        with ms._no_grad(), _evaluating(model):
             forward = BatchForward(model, prompts, int(rows.budgets.max()), config.use_cache, config.prefill_chunk_size)
             try:
                 if config.num_beams > 1:
@@ -144,9 +147,30 @@ def generate_rows(
             finally:
                 forward.close()
     finally:
-        model.set_train(training)
         if streamer is not None:
             streamer.end()
+
+
+@contextmanager
+def _evaluating(model: nn.Cell) -> Iterator[None]:
+    """Puts a model into evaluation, and each of its cells back into what it was."""
+    before = [(cell, cell.training) for _, cell in model.cells_and_names()]
+    model.set_train(False)
+    try:
+        yield
+    finally:
+        for cell, training in before:
+            cell.training = training
+
+
+def _check_log_probabilities(config: GenerationConfig, rows: Rows) -> None:
+    count = int(rows.budgets.sum()) * config.num_return_sequences * (config.output_logprobs or 0)
+    if count > _MOST_ALTERNATIVES:
+        raise ValueError(
+            f"output_logprobs {config.output_logprobs} for {len(rows)} prompts of up to {int(rows.budgets.max())} new "
+            f"tokens may be {count:,} values, more than {_MOST_ALTERNATIVES:,}; lower it, max_new_tokens or the batch "
+            "size"
+        )
 
 
 def _budgets(prompts: Sequence[Sequence[int]], config: GenerationConfig) -> list[int]:

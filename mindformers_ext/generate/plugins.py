@@ -34,10 +34,11 @@ def call_processor(plugin: Callable[..., Any], input_ids: np.ndarray, scores: np
     """The plug-in's scores as float32 ``[B, V]``.
 
     Raises:
-        ValueError: it returned something of another shape.
+        ValueError: it returned something of another shape or type.
+        RuntimeError: it failed.
     """
-    result = plugin(input_ids, scores)
-    array = np.asarray(result) if result is not None else np.empty(0)
+    result = _called("logits_processor", plugin, input_ids, scores)
+    array = _as_array(result)
     if array.shape != scores.shape or array.dtype.kind not in "fiu":
         raise ValueError(_complaint("logits_processor", plugin, result, f"numbers of shape {scores.shape}"))
     return array.astype(np.float32, copy=False)
@@ -47,13 +48,30 @@ def call_criterion(plugin: Callable[..., Any], input_ids: np.ndarray, scores: np
     """Whether each row is done according to the plug-in, bool ``[B]``.
 
     Raises:
-        ValueError: it returned something of another shape.
+        ValueError: it returned something of another shape or type.
+        RuntimeError: it failed.
     """
-    result = plugin(input_ids, scores)
-    array = np.asarray(result) if result is not None else np.empty(0)
+    result = _called("stopping_criteria", plugin, input_ids, scores)
+    array = _as_array(result)
     if array.shape != (len(input_ids),) or array.dtype.kind not in "biu":
         raise ValueError(_complaint("stopping_criteria", plugin, result, f"booleans of shape ({len(input_ids)},)"))
     return array.astype(bool)
+
+
+def _called(option: str, plugin: Callable[..., Any], input_ids: np.ndarray, scores: np.ndarray) -> Any:
+    try:
+        return plugin(input_ids, scores)
+    except NotImplementedError:
+        raise  # a plug-in that lacks its __call__
+    except Exception as error:
+        raise RuntimeError(f"{option} {plugin_name(plugin)} failed: {type(error).__name__}: {error}") from error
+
+
+def _as_array(result: Any) -> np.ndarray:
+    try:
+        return np.asarray(result)
+    except ValueError:  # rows of different lengths
+        return np.asarray(None)
 
 
 def plugin_name(plugin: Callable[..., Any]) -> str:
@@ -63,5 +81,7 @@ def plugin_name(plugin: Callable[..., Any]) -> str:
 
 def _complaint(option: str, plugin: Callable[..., Any], result: Any, wanted: str) -> str:
     shape = getattr(result, "shape", None)
-    got = f"{type(result).__name__}" + (f" of shape {tuple(shape)}" if shape is not None else "")
+    got = f"{type(result).__name__}"
+    if shape is not None:
+        got += f" of shape {tuple(shape)} and type {getattr(result, 'dtype', None)}"
     return f"{option}: {plugin_name(plugin)} must return {wanted}, not {got}"

@@ -50,6 +50,7 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], decode: DecodeNew) -> None:
         self._strings = tuple(strings)
         self._longest = max(map(len, strings))
+        self._bytes = max(len(text.encode("utf-8", "surrogatepass")) for text in strings)
         self._decode = decode
 
     def find(self, ids: np.ndarray, prompt_length: int) -> StopMatch | None:
@@ -76,13 +77,20 @@ class StopStrings:
         return StopMatch(text, position)
 
     def _tail(self, ids: np.ndarray, prompt_length: int) -> str:
-        """Text of the last tokens: that of the very last and at least `_longest` characters before it, if there are."""
+        """Text of the last tokens: enough of them that a stop string which ends in the last one lies in it whole.
+
+        A token has at least one byte, or none at all (special tokens and rows without a token); of a character that the
+        window cuts, up to three bytes stand at its start.
+        """
         count = len(ids) - prompt_length
-        size = min(self._longest + 2, count)
+        size = min(self._bytes + 4, count)
         while True:
             start = len(ids) - size
             context, window = ids[max(start - _CONTEXT, 0) : start].tolist(), ids[start:].tolist()
-            if size == count or len(self._decode(context, window[:-1])) >= self._longest:
+            text = self._decode(context, window[:-1])
+            broken = text.count("\ufffd")
+            # A long run of bytes that are no characters holds no stop string; the window must not grow with it.
+            if size == count or len(text) - broken >= self._longest or broken > 4 * self._bytes:
                 return self._decode(context, window)
             size = min(2 * size, count)
 

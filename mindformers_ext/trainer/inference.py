@@ -18,6 +18,7 @@ __all__ = [
     "generate_batch",
     "generate_from_records",
     "resolve_generation",
+    "without_unnamed_tokens",
 ]
 
 
@@ -29,6 +30,14 @@ def build_inference_tokenizer(config: TrainConfig) -> Tokenizer:
         ValueError: its files are damaged.
     """
     return Tokenizer.from_folder(checkpoint_model_files(config))
+
+
+def without_unnamed_tokens(config: GenerationConfig, tokenizer: Tokenizer, vocab_size: int) -> GenerationConfig:
+    """Returns options under which no id beyond the tokenizer's vocabulary is chosen."""
+    unnamed = range(tokenizer.vocab_size, vocab_size)
+    if not unnamed:
+        return config
+    return config.updated(suppress_tokens=[*(config.suppress_tokens or []), *unnamed])
 
 
 def generate_batch(

@@ -28,7 +28,12 @@ from mindformers_ext.predict import (
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
 from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import CausalLM
-from mindformers_ext.trainer.inference import build_inference_tokenizer, generate_from_records, resolve_generation
+from mindformers_ext.trainer.inference import (
+    build_inference_tokenizer,
+    generate_from_records,
+    resolve_generation,
+    without_unnamed_tokens,
+)
 from mindformers_ext.trainer.model import load_model_weights, protected_files, resolve_model_config, training_tokenizer
 from mindformers_ext.trainer.setup import TrainingRun, build_training_run
 from mindformers_ext.trainer.train_state import TrainerState
@@ -194,6 +199,9 @@ class Trainer:
             self.config.generation, options.max_new_tokens, self.tokenizer, self._model_files(), vocab_size, generation
         )
         logger.info("decoding: %s", resolved.describe())
+        decoding = resolved.config
+        if self.config.predict.suppress_unnamed_tokens:
+            decoding = without_unnamed_tokens(decoding, self.tokenizer, vocab_size)
         self._load_inference_checkpoint()
         stats = GenerationStats()
         writes = rank() == 0 and bool(options.output)
@@ -202,7 +210,7 @@ class Trainer:
                 self.model,
                 self.tokenizer,
                 records,
-                resolved.config,
+                decoding,
                 stats,
                 writer=writer,
                 batch_size=options.batch_size,
@@ -213,7 +221,7 @@ class Trainer:
                 collect=collect,
             )
         self.last_summary = result.summary
-        self.last_summary.seed = resolved.config.seed
+        self.last_summary.seed = decoding.seed
         for line in format_summary(result.summary, Timings(**asdict(stats))):
             logger.info(line)
         if writes:

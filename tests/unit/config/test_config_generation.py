@@ -20,7 +20,7 @@ def test_numbers_as_users_write_them(load):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("temperature: 0.0", "temperature: expected a number > 0 (greedy decoding is do_sample: false)"),
+        ("temperature: 0.0", "temperature: expected a number from 1e-38 to 1e38 (greedy decoding is do_sample: false)"),
         ("top_p: 1.5", "top_p: expected a number from 0 to 1, got the number 1.5"),
         ("top_k: true", "top_k: expected an integer >= 1, or 0 or -1 for all tokens, got true"),
         ("seed: '7'", "seed: expected an integer from 0 to 2**32 - 1, or null, got the text '7'; remove the quotes"),

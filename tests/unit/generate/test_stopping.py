@@ -66,6 +66,20 @@ class TestStopStrings:
         strings = StopStrings(["€"], decode)
         assert [strings.find(np.array([0, *ids[:n]]), 1) for n in range(1, 5)] == [None, None, None, StopMatch("€", 1)]
 
+    @given(
+        st.text("a停止🎉é\n", max_size=20),
+        st.sampled_from(["停止", "🎉\n", "é停", "🎉🎉", "aé", "止"]),
+        st.text("a停🎉", max_size=5),
+    )
+    def test_strings_of_many_bytes_are_found_wherever_they_stand(self, before, stop, after):
+        def decode(_, ids):
+            return bytes(ids).decode("utf-8", "replace")
+
+        text = before + stop + after
+        strings, ids = StopStrings([stop], decode), np.array([0, *text.encode()])
+        found = next(filter(None, (strings.find(ids[: n + 1], 1) for n in range(1, len(ids)))))
+        assert found == StopMatch(stop, text.index(stop))
+
 
 def test_each_row_of_a_batch_has_its_own_stop_and_the_others_go_on():
     # greedy paths: ^ -> a$..., b -> c$..., a -> $
@@ -165,3 +179,25 @@ def test_a_plug_in_with_a_wrong_shape_is_named():
 
     with pytest.raises(ValueError, match=r"stopping_criteria: .*broken must return booleans of shape \(1,\)"):
         run([[BOS]], stopping_criteria=[broken])
+
+
+def test_every_cell_of_a_model_keeps_its_training_state():
+    model = Bigram()
+    model.frozen = Bigram()
+    model.set_train(True)
+    model.frozen.set_train(False)
+    run([[BOS]], model)
+    assert model.training and not model.frozen.training
+
+
+def test_a_plugin_that_fails_is_named():
+    def broken(input_ids, scores):
+        return 1 / 0
+
+    with pytest.raises(RuntimeError, match="logits_processor .*broken failed: ZeroDivisionError: division by zero"):
+        run([[BOS]], logits_processor=[broken])
+
+
+def test_more_log_probabilities_than_fit_are_refused():
+    with pytest.raises(ValueError, match="output_logprobs 1000 for 1 prompts of up to 100000 new tokens"):
+        run([[BOS]], output_logprobs=1000, max_new_tokens=100_000)

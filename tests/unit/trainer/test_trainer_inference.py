@@ -163,6 +163,13 @@ def test_eos_ids_come_from_generation_config_and_tokenizer_together(tmp_path):
     assert rows()[0]["finish_reason"] == "eos"
 
 
+def test_ids_without_a_token_can_be_kept_out_of_answers():
+    prompts = [case["prompt"] for case in CASES]
+    plain = Trainer(config()).inference(prompts, max_new_tokens=24, output="")
+    named = Trainer(config(predict={"suppress_unnamed_tokens": True})).inference(prompts, max_new_tokens=24, output="")
+    assert max(max(ids) for _, ids in plain) >= 300 > max(max(ids) for _, ids in named)
+
+
 def test_inference_can_be_called_again_and_again():
     trainer = Trainer(config())
     prompts = [case["prompt"] for case in CASES]
