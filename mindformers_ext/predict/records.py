@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import codecs
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+
+from mindformers_ext.predict.strict_json import parse_json
 
 ErrorType: TypeAlias = Literal["parse", "schema", "tokenize", "too_long", "forward", "oom"]
 
 INPUT_SUFFIXES = (".jsonl", ".json", ".txt")
 MAX_LINE_BYTES = 64 * 1024**2
 MAX_JSON_BYTES = 512 * 1024**2
-# Far below Python's recursion limit: what was read can also be written, from any depth of the call stack.
-MAX_NESTING = 200
 
 
 @dataclass(frozen=True)
@@ -218,21 +217,11 @@ def _too_long_line() -> RecordError:
 
 
 def _parse(text: bytes | str) -> Any:
-    """Returns the value of strict JSON text (no NaN, no duplicate keys), or a RecordError."""
+    """Returns the value of JSON text, or a RecordError."""
     try:
-        text = text.decode("utf-8") if isinstance(text, bytes) else text
-        value = _JSON.decode(text)
-    except UnicodeDecodeError as error:
-        return RecordError("parse", f"not UTF-8 at byte {error.start + 1}")
-    except json.JSONDecodeError as error:
-        return RecordError("parse", f"not valid JSON: {error.msg} at column {error.colno}")
+        return parse_json(text)
     except ValueError as error:
-        return RecordError("parse", f"not valid JSON: {error}")
-    except RecursionError:
-        return RecordError("parse", f"JSON nested deeper than {MAX_NESTING} levels")
-    if text.count("{") + text.count("[") > MAX_NESTING and _nesting(value) > MAX_NESTING:
-        return RecordError("parse", f"JSON nested deeper than {MAX_NESTING} levels")
-    return value
+        return RecordError("parse", str(error))
 
 
 def _json_copy(fields: Mapping[Any, Any]) -> _Item:
@@ -249,40 +238,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__}")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {key!r} is there twice")
-            seen.add(key)
-    return result
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError("a number is beyond the range of a float")
-    return value
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
-
-
-_JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_no_constant)
-
-
-def _nesting(value: Any) -> int:
-    depth = 0
-    level = [value]
-    while level := [item for item in level if isinstance(item, dict | list)]:
-        depth += 1
-        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
-    return depth
 
 
 def _json_kind(value: Any) -> str:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import codecs
-import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from mindformers_ext.config import DATALOADERS
 from mindformers_ext.models.mask import MASKED
+from mindformers_ext.predict.strict_json import parse_json
 from mindformers_ext.runtime import logger
 
 IGNORE_INDEX = -100
@@ -214,25 +213,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in record:
-            raise ValueError(f"the key {key!r} is there twice")
-        record[key] = value
-    return record
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text:.40} is no finite number")
-    return value
-
-
-_JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
-
-
 def _is_unicode(text: str) -> bool:
     try:
         text.encode()
@@ -249,9 +229,9 @@ def _read_text(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
     for number, line in _lines(path):
         try:
-            record = _JSON.decode(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: not valid JSON: {error}") from None
+            record = parse_json(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
         if not isinstance(record, dict):
             raise ValueError(f"{path}:{number}: expected a JSON object, got {type(record).__name__}")
         for field in fields:
