@@ -99,7 +99,11 @@ def test_a_wrong_value_names_key_expected_type_and_value(text, message, refuse):
         ("optimizer: {weight_decy: 1}", "optimizer.weight_decy", "did you mean optimizer.weight_decay?"),
         ("model: {model_typ: llama}", "model.model_typ", "did you mean model.model_type?"),
         ("callbacks: [{typ: A}]", "callbacks[0].typ", "did you mean callbacks[0].type?"),
-        ("predict: {qqq: 1}", "predict.qqq", "known here: task, dataset_field, skip_special_tokens, progress"),
+        (
+            "predict: {qqq: 1}",
+            "predict.qqq",
+            "known here: task, dataset_field, skip_special_tokens, suppress_unnamed_tokens, progress",
+        ),
         ("qqq: 1", "qqq", "keys of your own start with x-"),
         ("training: {1: 2}", "training[1]", "the key 1 must be text"),
         ("load_checkpoint: a", "load_checkpoint", "use checkpoint.load_path"),
