@@ -37,10 +37,7 @@ def call_processor(plugin: Callable[..., Any], input_ids: np.ndarray, scores: np
         ValueError: it returned something of another shape or type.
         RuntimeError: it failed.
     """
-    result = _called("logits_processor", plugin, input_ids, scores)
-    array = _as_array(result)
-    if array.shape != scores.shape or array.dtype.kind not in "fiu":
-        raise ValueError(_complaint("logits_processor", plugin, result, f"numbers of shape {scores.shape}"))
+    array = _returned("logits_processor", plugin, input_ids, scores, scores.shape, "fiu", "numbers")
     return array.astype(np.float32, copy=False)
 
 
@@ -51,27 +48,32 @@ def call_criterion(plugin: Callable[..., Any], input_ids: np.ndarray, scores: np
         ValueError: it returned something of another shape or type.
         RuntimeError: it failed.
     """
-    result = _called("stopping_criteria", plugin, input_ids, scores)
-    array = _as_array(result)
-    if array.shape != (len(input_ids),) or array.dtype.kind not in "biu":
-        raise ValueError(_complaint("stopping_criteria", plugin, result, f"booleans of shape ({len(input_ids)},)"))
-    return array.astype(bool)
+    return _returned("stopping_criteria", plugin, input_ids, scores, (len(input_ids),), "biu", "booleans").astype(bool)
 
 
-def _called(option: str, plugin: Callable[..., Any], input_ids: np.ndarray, scores: np.ndarray) -> Any:
+def _returned(
+    option: str,
+    plugin: Callable[..., Any],
+    input_ids: np.ndarray,
+    scores: np.ndarray,
+    shape: tuple[int, ...],
+    kinds: str,
+    wanted: str,
+) -> np.ndarray:
+    """What a plug-in returns, as an array of the given shape and of one of numpy's kinds of types."""
     try:
-        return plugin(input_ids, scores)
+        result = plugin(input_ids, scores)
     except NotImplementedError:
         raise  # a plug-in that lacks its __call__
     except Exception as error:
         raise RuntimeError(f"{option} {plugin_name(plugin)} failed: {type(error).__name__}: {error}") from error
-
-
-def _as_array(result: Any) -> np.ndarray:
     try:
-        return np.asarray(result)
+        array = np.asarray(result)
     except ValueError:  # rows of different lengths
-        return np.asarray(None)
+        array = np.asarray(None)
+    if array.shape != shape or array.dtype.kind not in kinds:
+        raise ValueError(_complaint(option, plugin, result, f"{wanted} of shape {shape}"))
+    return array
 
 
 def plugin_name(plugin: Callable[..., Any]) -> str:

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 from mindspore import nn
 
-from mindformers_ext.checkpoint import check_weights, model_files_folder
+from mindformers_ext.checkpoint import check_weights
 from mindformers_ext.config import InferenceSection, TrainConfig, load_config
 from mindformers_ext.generate import GenerationStats
 from mindformers_ext.parallel import ParallelDims, parallelize_model
@@ -34,7 +33,13 @@ from mindformers_ext.trainer.inference import (
     resolve_generation,
     without_unnamed_tokens,
 )
-from mindformers_ext.trainer.model import load_model_weights, protected_files, resolve_model_config, training_tokenizer
+from mindformers_ext.trainer.model import (
+    checkpoint_model_files,
+    load_model_weights,
+    protected_files,
+    resolve_model_config,
+    training_tokenizer,
+)
 from mindformers_ext.trainer.setup import TrainingRun, build_training_run
 from mindformers_ext.trainer.train_state import TrainerState
 from mindformers_ext.trainer.training import LossFunction, train_loop
@@ -195,8 +200,9 @@ class Trainer:
         self._validate_pp_inference()
         model_config = getattr(self.model, "config", None)
         vocab_size = getattr(model_config, "vocab_size", self.tokenizer.vocab_size)
+        folder = checkpoint_model_files(self.config) if self.config.checkpoint.load_path else None
         resolved = resolve_generation(
-            self.config.generation, options.max_new_tokens, self.tokenizer, self._model_files(), vocab_size, generation
+            self.config.generation, options.max_new_tokens, self.tokenizer, folder, vocab_size, generation
         )
         logger.info("decoding: %s", resolved.describe())
         decoding = resolved.config
@@ -255,10 +261,6 @@ class Trainer:
             return
         load_model_weights(self.model, self.config.checkpoint.load_path)
         self._weights_loaded = True
-
-    def _model_files(self) -> Path | None:
-        load_path = self.config.checkpoint.load_path
-        return model_files_folder(load_path) if load_path else None
 
 
 def _load(
