@@ -15,7 +15,9 @@ from contextlib import suppress
 
 from mindformers_ext.runtime import logger, world_size
 
-_SOURCE = pathlib.Path(__file__).with_name("kernels.cpp")
+_FOLDER = pathlib.Path(__file__).parent
+_SOURCES = sorted(_FOLDER.glob("*.cpp"))
+_HEADERS = sorted(_FOLDER.glob("*.h"))
 # Contracted multiply-adds and no errno; infinities and nan keep their meaning.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=c++17")
 _COMPILE_SECONDS = 120
@@ -90,13 +92,15 @@ def _library_path() -> pathlib.Path:
         subprocess.SubprocessError: the compiler does not run.
     """
     version = subprocess.run([*_compiler(), "--version"], check=True, capture_output=True, timeout=_COMPILE_SECONDS)
-    parts = (_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version.stdout, _processor().encode())
+    sources = b"|".join(path.read_bytes() for path in (*_HEADERS, *_SOURCES))
+    parts = (sources, " ".join(_FLAGS).encode(), version.stdout, _processor().encode())
     return _cache_folder() / f"kernels-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
 
 
 def _compile(library: pathlib.Path) -> None:
     with tempfile.NamedTemporaryFile(dir=library.parent, suffix=".so", delete=False) as temporary:
-        command = [*_compiler(), *_FLAGS, "-shared", "-fPIC", "-pthread", "-o", temporary.name, str(_SOURCE)]
+        sources = [str(path) for path in _SOURCES]
+        command = [*_compiler(), *_FLAGS, "-shared", "-fPIC", "-pthread", "-o", temporary.name, *sources]
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
         os.replace(temporary.name, library)  # at once: another process may be compiling the same

@@ -1,0 +1,181 @@
+// What the kernels share: vectors as wide as the registers of the machine that this is compiled for (GCC's), and threads.
+
+#pragma once
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+
+namespace mfx {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float vec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
+inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
+
+// `count` floats, fewer than a vector holds, and `fill` behind them.
+inline vec load_part(const float* p, int64_t count, float fill) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i < count ? p[i] : fill;
+  return load(lanes);
+}
+inline void store_part(float* p, vec v, int64_t count) {
+  for (int i = 0; i < count; ++i) p[i] = v[i];
+}
+
+inline float sum(vec v) {
+  for (int width = kLanes / 2; width; width /= 2) {
+    for (int i = 0; i < width; ++i) v[i] += v[i + width];
+  }
+  return v[0];
+}
+
+// exp to 2 ulp: 2^n exp(r) with |r| <= ln(2) / 2, exp(r) by its Taylor polynomial of degree 7; 0 below -87.3 and inf
+// above 88.3.
+inline vec exp(vec x) {
+  const vec clamped = x < -87.3f ? vec{} - 87.3f : (x > 88.7f ? vec{} + 88.7f : x);
+  const vec scaled = clamped * 1.44269504f;
+  const ivec n = __builtin_convertvector(scaled + (scaled < 0 ? vec{} - 0.5f : vec{} + 0.5f), ivec);
+  const vec whole = __builtin_convertvector(n, vec);
+  const vec r = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  vec p = r * (1.0f / 5040) + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const ivec power = (n + 127) << 23;
+  return x < -87.3f ? vec{} : p * reinterpret_cast<const vec&>(power);
+}
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield" ::: "memory");
+#else
+  asm volatile("" ::: "memory");
+#endif
+}
+
+// Threads that may wait awake for a moment after a task. In a decode step the next task comes within microseconds; beside
+// MindSpore's own threads, which work in between otherwise, a waiting thread would hold one of the cores.
+class Pool {
+ public:
+  // Works with fewer threads where the system gives no more.
+  explicit Pool(int size) {
+    try {
+      for (; size_ < size; ++size_) std::thread([this, worker = size_] { serve(worker); }).detach();
+    } catch (const std::system_error&) {
+    }
+  }
+
+  int size() const { return size_; }
+
+  // Calls task(context, worker) for every worker of the pool, worker 0 in this thread.
+  void run(void (*task)(const void*, int), const void* context, bool more_soon) {
+    more_soon_ = more_soon;
+    task_ = task;
+    context_ = context;
+    pending_.store(size_ - 1, std::memory_order_relaxed);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      generation_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    task(context, 0);
+    for (int waited = 0; pending_.load(std::memory_order_acquire); ++waited) {
+      if (waited < 2000) {
+        pause();
+      } else {
+        std::this_thread::yield();  // a worker has lost its core
+      }
+    }
+  }
+
+ private:
+  void serve(int worker) {
+    uint64_t seen = 0;
+    bool awake = false;
+    for (;;) {
+      await(seen, awake);
+      seen = generation_.load(std::memory_order_acquire);
+      const bool more_soon = more_soon_;
+      task_(context_, worker);
+      awake = more_soon;
+      pending_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  void await(uint64_t seen, bool awake) {
+    using clock = std::chrono::steady_clock;
+    const auto until = clock::now() + std::chrono::microseconds(awake ? 200 : 0);
+    while (clock::now() < until) {
+      for (int i = 0; i < 64; ++i) {
+        if (generation_.load(std::memory_order_acquire) != seen) return;
+        pause();
+      }
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
+  }
+
+  int size_ = 1;
+  void (*task_)(const void*, int) = nullptr;
+  const void* context_ = nullptr;
+  bool more_soon_ = false;
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<int> pending_{0};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+};
+
+inline int threads = 1;
+inline Pool* pool = nullptr;  // never deleted: its threads end with the process
+inline std::mutex pool_in_use;
+
+// Calls body(begin, end) on parts of [0, count) in all threads, or once in this one if there is little to do.
+template <class Body>
+void parallel(int64_t count, int64_t cost, const Body& body, bool more_soon = false) {
+  std::unique_lock<std::mutex> lock(pool_in_use, std::defer_lock);
+  // Python threads may call side by side: who comes second works alone.
+  if (threads == 1 || count < 2 || count * cost < 32768 || !lock.try_lock()) {
+    body(int64_t{0}, count);
+    return;
+  }
+  if (!pool) pool = new (std::nothrow) Pool(threads);
+  if (!pool || pool->size() == 1) {
+    body(int64_t{0}, count);
+    return;
+  }
+  struct Context {
+    const Body& body;
+    int64_t count;
+    int size;
+  } context{body, count, pool->size()};
+  pool->run(
+      [](const void* raw, int worker) {
+        const Context& c = *static_cast<const Context*>(raw);
+        c.body(c.count * worker / c.size, c.count * (worker + 1) / c.size);
+      },
+      &context, more_soon);
+}
+
+}  // namespace mfx
