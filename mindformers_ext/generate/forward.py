@@ -19,7 +19,8 @@ class BatchForward:
     Any Cell works whose ``construct`` takes ``input_ids`` int32 ``[B, S]`` and, by name, what it needs of
 
     - ``position_ids`` int32 ``[B, S]``,
-    - ``attention_mask`` additive float32 ``[B, 1, S, T]`` over all T tokens so far, or None where a causal mask does,
+    - ``attention_mask`` additive float32 ``[B, 1, S, T]`` over all T tokens so far, or None where a causal mask does;
+      a model with ``new_cache`` gets int32 ``[B, T]`` instead, 1 for real tokens and 0 for pads, or None without pads,
     - ``past_key_values``: what it returned last, pairs (K, V) ``[B, heads, past, D]``; None at first,
     - ``logits_to_keep``: 1, as only the last position's logits are read,
 
@@ -115,13 +116,15 @@ class BatchForward:
     def _run(self, start: int, end: int) -> np.ndarray:
         """Runs tokens ``start`` to ``end``, those before being in the cache; returns the last one's logits."""
         mask = self._mask[:, :end]
-        combined = None
-        if self._padded or end - start > 1:
-            combined = Tensor.from_numpy(_build_combined_mask(mask, end - start))
+        given_mask = None
+        if self._in_place:
+            given_mask = Tensor.from_numpy(np.ascontiguousarray(mask)) if self._padded else None
+        elif self._padded or end - start > 1:
+            given_mask = Tensor.from_numpy(_build_combined_mask(mask, end - start))
         positions = np.ascontiguousarray(build_position_ids(mask)[:, start:end])
         given = {
             "position_ids": Tensor.from_numpy(positions),
-            "attention_mask": combined,
+            "attention_mask": given_mask,
             "past_key_values": self._past(),
             "logits_to_keep": 1,
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from mindspore import Tensor
 
@@ -11,31 +13,22 @@ from mindformers_ext import ops
 _FIRST_CAPACITY = 128
 
 
-class KeyValueState:
-    """Keys and values of one attention layer in preallocated buffers ``[B, heads, capacity, D]``.
+class LayerState:
+    """State of one layer for the rows of a batch: the interface that every kind of layer fills.
 
-    Args:
-        batch_size: rows B.
-        heads: key-value heads.
-        dim: size of a head.
-        max_length: most tokens a row will ever hold.
+    Attributes:
+        max_length: most tokens that a row will ever hold.
+        length: tokens that each row holds, pads included; the layer counts it on.
     """
 
-    def __init__(self, batch_size: int, heads: int, dim: int, max_length: int) -> None:
+    def __init__(self, max_length: int) -> None:
         self.max_length = max_length
         self.length = 0
-        self._shape = (batch_size, heads, 0, dim)
-        self.key = self.value = Tensor.from_numpy(np.zeros(self._shape, np.float32))
-
-    @property
-    def capacity(self) -> int:
-        """Slots that are allocated now."""
-        return self.key.shape[2]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both buffers."""
-        return 2 * self.key.size * self.key.itemsize
+        """Bytes of all buffers."""
+        raise NotImplementedError
 
     def reserve(self, length: int) -> None:
         """Makes room for ``length`` tokens in all.
@@ -45,27 +38,6 @@ class KeyValueState:
         """
         if length > self.max_length:
             raise ValueError(f"the cache was made for {self.max_length} tokens a row and cannot hold {length}")
-        if length <= self.capacity:
-            return
-        capacity = max(_FIRST_CAPACITY, self.capacity)
-        while capacity < length:
-            capacity *= 2
-        self.key = self._resized(self.key, min(capacity, self.max_length))
-        self.value = self._resized(self.value, min(capacity, self.max_length))
-
-    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values ``[B, heads, S, D]``.
-
-        Returns:
-            What there is to attend to: ``key`` and ``value`` themselves when they are the first, else the whole
-            buffers, whose slots from `length` on hold zeros or stale values and have to be masked.
-        """
-        past = self.length
-        self.reserve(past + key.shape[2])
-        ops.write_slots(self.key, past, key)
-        ops.write_slots(self.value, past, value)
-        self.length += key.shape[2]
-        return (self.key, self.value) if past else (key, value)
 
     def reorder(self, rows: np.ndarray, shared: int = 0) -> None:
         """Makes row ``i`` a copy of what was row ``rows[i]``; fewer or more rows than before are fine.
@@ -75,21 +47,77 @@ class KeyValueState:
             shared: the first so many tokens of both rows are known to be equal and are not copied: beams of one
                 prompt differ in their last tokens only.
         """
-        if len(rows) == self.key.shape[0]:
-            ops.move_rows(self.key, rows, shared, self.length)
-            ops.move_rows(self.value, rows, shared, self.length)
-            return
-        self.key = Tensor.from_numpy(self.key.asnumpy()[rows])
-        self.value = Tensor.from_numpy(self.value.asnumpy()[rows])
+        raise NotImplementedError
 
     def crop(self, length: int) -> None:
-        """Forgets all tokens from ``length`` on."""
-        self.length = min(self.length, length)
+        """Forgets all tokens from ``length`` on.
+
+        Raises:
+            ValueError: this kind of state cannot take tokens back.
+        """
+        raise NotImplementedError
 
     def clear(self) -> None:
         """Frees the buffers."""
-        batch, heads, _, dim = self.key.shape
-        self.key = self.value = Tensor.from_numpy(np.zeros((batch, heads, 0, dim), np.float32))
+        raise NotImplementedError
+
+
+class SlotState(LayerState):
+    """Buffers ``[B, heads, capacity, D]`` with one slot a token, which grow by doubling.
+
+    Args:
+        batch_size: rows B.
+        shapes: heads and D of each buffer.
+        max_length: most tokens a row will ever hold.
+    """
+
+    def __init__(self, batch_size: int, shapes: Sequence[tuple[int, int]], max_length: int) -> None:
+        super().__init__(max_length)
+        self.buffers = [_zeros(batch_size, heads, 0, dim) for heads, dim in shapes]
+
+    @property
+    def capacity(self) -> int:
+        """Slots that are allocated now."""
+        return self.buffers[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.size * buffer.itemsize for buffer in self.buffers)
+
+    def reserve(self, length: int) -> None:
+        """See `LayerState.reserve`."""
+        super().reserve(length)
+        if length <= self.capacity:
+            return
+        capacity = max(_FIRST_CAPACITY, self.capacity)
+        while capacity < length:
+            capacity *= 2
+        self.buffers = [self._resized(buffer, min(capacity, self.max_length)) for buffer in self.buffers]
+
+    def append(self, *values: Tensor) -> None:
+        """Appends the values ``[B, heads, S, D]`` of new tokens, one tensor a buffer."""
+        length = self.length + values[0].shape[2]
+        self.reserve(length)
+        for buffer, new in zip(self.buffers, values, strict=True):
+            ops.write_slots(buffer, self.length, new)
+        self.length = length
+
+    def reorder(self, rows: np.ndarray, shared: int = 0) -> None:
+        """See `LayerState.reorder`."""
+        if len(rows) == self.buffers[0].shape[0]:
+            for buffer in self.buffers:
+                ops.move_rows(buffer, rows, shared, self.length)
+        else:
+            self.buffers = [Tensor.from_numpy(buffer.asnumpy()[rows]) for buffer in self.buffers]
+
+    def crop(self, length: int) -> None:
+        """See `LayerState.crop`."""
+        self.length = min(self.length, length)
+
+    def clear(self) -> None:
+        """See `LayerState.clear`."""
+        self.buffers = [_zeros(*buffer.shape[:2], 0, buffer.shape[3]) for buffer in self.buffers]
         self.length = 0
 
     def _resized(self, buffer: Tensor, capacity: int) -> Tensor:
@@ -97,3 +125,42 @@ class KeyValueState:
         grown = np.zeros((batch, heads, capacity, dim), np.float32)
         grown[:, :, : self.length] = buffer.asnumpy()[:, :, : self.length]
         return Tensor.from_numpy(grown)
+
+
+class KeyValueState(SlotState):
+    """Keys and values of one attention layer.
+
+    Args:
+        batch_size: rows B.
+        heads: key-value heads.
+        dim: size of a head.
+        max_length: most tokens a row will ever hold.
+    """
+
+    def __init__(self, batch_size: int, heads: int, dim: int, max_length: int) -> None:
+        super().__init__(batch_size, ((heads, dim), (heads, dim)), max_length)
+
+    @property
+    def key(self) -> Tensor:
+        """Keys ``[B, heads, capacity, D]``."""
+        return self.buffers[0]
+
+    @property
+    def value(self) -> Tensor:
+        """Values ``[B, heads, capacity, D]``."""
+        return self.buffers[1]
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends keys and values ``[B, heads, S, D]``.
+
+        Returns:
+            What there is to attend to: ``key`` and ``value`` themselves when they are the first, else the whole
+            buffers, whose slots from `length` on hold zeros or stale values and have to be masked.
+        """
+        first = self.length == 0
+        self.append(key, value)
+        return (key, value) if first else (self.key, self.value)
+
+
+def _zeros(*shape: int) -> Tensor:
+    return Tensor.from_numpy(np.zeros(shape, np.float32))

@@ -1,6 +1,8 @@
-"""Blocks that the families share."""
+"""Small blocks that the families share."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import mindspore as ms
 import numpy as np
@@ -8,22 +10,35 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.common.initializer import Zero
 
 from mindformers_ext import ops
-from mindformers_ext.models.cache import KeyValueState
 from mindformers_ext.models.config import TransformerConfig
 
+# From a generator and a shape to the first values of a parameter.
+Initial = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
-def empty_parameter(*shape: int) -> Parameter:
-    """A float32 parameter whose memory is not allocated before it is given a value."""
-    return Parameter(Tensor(shape=shape, dtype=ms.float32, init=Zero()))
+
+def empty_parameter(*shape: int, initial: float | str | Initial = "normal", dtype: ms.Type = ms.float32) -> Parameter:
+    """A parameter whose memory is not allocated before it is given a value.
+
+    Args:
+        shape: its shape.
+        initial: what training from scratch starts with: a constant, ``normal``, ``residual`` (normal, for projections
+            back into the residual stream), or a function of a generator and the shape.
+        dtype: float32, or int32 for tables, which are not trained.
+    """
+    parameter = Parameter(Tensor(shape=shape, dtype=dtype, init=Zero()), requires_grad=dtype == ms.float32)
+    parameter.initial = initial
+    return parameter
 
 
 class Linear(nn.Cell):
     """``x weight^T + bias`` for x float32 ``[N, in_channels]``."""
 
-    def __init__(self, in_channels: int, out_channels: int, has_bias: bool = False) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, has_bias: bool = False, initial: float | str | Initial = "normal"
+    ) -> None:
         super().__init__()
-        self.weight = empty_parameter(out_channels, in_channels)
-        self.bias = empty_parameter(out_channels) if has_bias else None
+        self.weight = empty_parameter(out_channels, in_channels, initial=initial)
+        self.bias = empty_parameter(out_channels, initial=0.0) if has_bias else None
 
     def construct(self, x: Tensor) -> Tensor:
         """Returns float32 ``[N, out_channels]``."""
@@ -31,117 +46,52 @@ class Linear(nn.Cell):
 
 
 class RMSNorm(nn.Cell):
-    """Root mean square normalisation of float32 ``[N, dim]``."""
+    """Root mean square normalisation of float32 ``[N, dim]``.
 
-    def __init__(self, dim: int, eps: float) -> None:
+    Args:
+        dim: size of the last axis.
+        eps: added to the mean square.
+        zero_centered: multiply by 1 + weight; the parameter keeps the weight as checkpoints store it.
+    """
+
+    def __init__(self, dim: int, eps: float, zero_centered: bool = False) -> None:
         super().__init__()
-        self.weight = empty_parameter(dim)
+        self.weight = empty_parameter(dim, initial=0.0 if zero_centered else 1.0)
         self.eps = eps
+        self.zero_centered = zero_centered
+
+    @property
+    def scale(self) -> Tensor:
+        """What the normalised values are multiplied by, float32 ``[dim]``."""
+        return ops.unit_offset(self.weight) if self.zero_centered else self.weight
 
     def construct(self, x: Tensor) -> Tensor:
         """Returns a tensor of the shape of ``x``."""
-        return ops.rms_norm(x, self.weight, self.eps)
+        return ops.rms_norm(x, self.scale, self.eps)
+
+    def add(self, x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns ``x + update`` and its norm, both float32 ``[N, dim]``."""
+        return ops.add_rms_norm(x, update, self.scale, self.eps)
 
 
 class MLP(nn.Cell):
-    """Gated feed-forward block; the rows of ``linear_fc1`` alternate between gate and up."""
+    """Gated feed-forward block; the rows of ``linear_fc1`` alternate between gate and up.
 
-    def __init__(self, config: TransformerConfig) -> None:
+    Args:
+        config: sizes and options.
+        ffn_hidden_size: width; None takes that of the dense layers.
+    """
+
+    def __init__(self, config: TransformerConfig, ffn_hidden_size: int | None = None) -> None:
         super().__init__()
-        bias = config.add_mlp_bias
-        self.linear_fc1 = Linear(config.hidden_size, 2 * config.ffn_hidden_size, bias)
-        self.linear_fc2 = Linear(config.ffn_hidden_size, config.hidden_size, bias)
+        bias, width = config.add_mlp_bias, ffn_hidden_size or config.ffn_hidden_size
+        self.clamp_value = config.activation_func_clamp_value
+        self.linear_fc1 = Linear(config.hidden_size, 2 * width, bias)
+        self.linear_fc2 = Linear(width, config.hidden_size, bias, initial="residual")
 
     def construct(self, x: Tensor) -> Tensor:
         """Maps float32 ``[N, H]`` to ``[N, H]``."""
-        return self.linear_fc2(ops.swiglu(self.linear_fc1(x)))
-
-
-class SelfAttention(nn.Cell):
-    """Grouped-query attention with rotary positions and optional norms on queries and keys.
-
-    The rows of ``linear_qkv`` are ordered by group: the query heads of the group, its key, its value.
-    """
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        dim = config.kv_channels
-        self.groups, self.scale, self.eps = config.num_query_groups, dim**-0.5, config.layernorm_epsilon
-        self.linear_qkv = Linear(config.hidden_size, config.qkv_size, config.add_qkv_bias)
-        self.linear_proj = Linear(config.num_attention_heads * dim, config.hidden_size, config.add_proj_bias)
-        if config.qk_layernorm:
-            self.q_layernorm = RMSNorm(dim, self.eps)
-            self.k_layernorm = RMSNorm(dim, self.eps)
-        self.qk_layernorm = config.qk_layernorm
-
-    def construct(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], bias: Tensor, state: KeyValueState | None = None
-    ) -> Tensor:
-        """Attends over the tokens of ``x`` and those in ``state``.
-
-        Args:
-            x: float32 ``[B * S, H]``.
-            rotary: cos and sin, float32 ``[B, S, D]``.
-            bias: float32 ``[B or 1, 1, S, T]``, added to the scores.
-            state: keys and values of earlier tokens; those of ``x`` are appended.
-
-        Returns:
-            float32 ``[B * S, H]``.
-        """
-        norms = (self.q_layernorm.weight, self.k_layernorm.weight) if self.qk_layernorm else None
-        query, key, value = ops.qkv_heads(self.linear_qkv(x), *rotary, self.groups, norms, self.eps)
-        if state is not None:
-            key, value = state.update(key, value)
-        return self.linear_proj(ops.attention(query, key, value, bias, self.scale))
-
-
-class TransformerLayer(nn.Cell):
-    """Pre-norm attention and MLP, each with a residual connection."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.eps = config.layernorm_epsilon
-        self.input_layernorm = RMSNorm(config.hidden_size, self.eps)
-        self.self_attention = SelfAttention(config)
-        self.pre_mlp_layernorm = RMSNorm(config.hidden_size, self.eps)
-        self.mlp = MLP(config)
-
-    def construct(
-        self,
-        hidden: Tensor,
-        update: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        bias: Tensor,
-        state: KeyValueState | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the layer on ``hidden + update``.
-
-        Args:
-            hidden: residual stream, float32 ``[B * S, H]``.
-            update: what the previous layer adds to it; None in the first layer.
-            rotary: see `SelfAttention.construct`.
-            bias: see `SelfAttention.construct`.
-            state: see `SelfAttention.construct`.
-
-        Returns:
-            The residual stream, and what this layer's MLP adds to it.
-        """
-        if update is None:
-            normed = self.input_layernorm(hidden)
-        else:
-            hidden, normed = ops.add_rms_norm(hidden, update, self.input_layernorm.weight, self.eps)
-        attended = self.self_attention(normed, rotary, bias, state)
-        hidden, normed = ops.add_rms_norm(hidden, attended, self.pre_mlp_layernorm.weight, self.eps)
-        return hidden, self.mlp(normed)
-
-
-class TransformerBlock(nn.Cell):
-    """The stack of decoder layers and the final norm."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.layers = nn.CellList([TransformerLayer(config) for _ in range(config.num_layers)])
-        self.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
+        return self.linear_fc2(ops.swiglu(self.linear_fc1(x), self.clamp_value))
 
 
 class LanguageModelEmbedding(nn.Cell):
@@ -157,8 +107,15 @@ class LanguageModelEmbedding(nn.Cell):
         return ops.embedding(ids, self.word_embeddings.weight)
 
 
-def normal_(parameter: Parameter, std: float, generator: np.random.Generator) -> None:
-    """Fills a parameter with normal noise."""
-    values = generator.standard_normal(parameter.shape, dtype=np.float32)
-    values *= np.float32(std)
-    parameter.set_data(Tensor.from_numpy(values))
+def initialise(parameter: Parameter, std: float, residual_std: float, generator: np.random.Generator) -> None:
+    """Gives a parameter of `empty_parameter` its first values."""
+    initial, shape = parameter.initial, parameter.shape
+    if callable(initial):
+        values = initial(generator, shape)
+    elif isinstance(initial, str):
+        values = generator.standard_normal(shape, dtype=np.float32)
+        values *= np.float32(residual_std if initial == "residual" else std)
+    else:
+        values = np.full(shape, initial)
+    dtype = np.int32 if parameter.dtype == ms.int32 else np.float32
+    parameter.set_data(Tensor.from_numpy(np.ascontiguousarray(values, dtype)))

@@ -27,12 +27,8 @@ def attention_bias(mask: np.ndarray | None, batch: int, length: int, past: int, 
         ValueError: the mask has another shape.
     """
     total = past + length
-    if mask is not None and not _fits(mask, batch, length, total):
-        raise ValueError(
-            f"attention_mask of shape {mask.shape} and type {mask.dtype} does not fit {batch} rows of {past} cached "
-            f"and {length} new tokens: give [{batch}, {total}] with 1 and 0, or additive floats [{batch}, 1, {length}, "
-            f"{total}]"
-        )
+    if mask is not None:
+        check_mask(mask, batch, length, past)
     if mask is not None and mask.ndim == 4:
         mask = np.ascontiguousarray(mask, np.float32)
         if slots == total:
@@ -48,8 +44,21 @@ def attention_bias(mask: np.ndarray | None, batch: int, length: int, past: int, 
     return np.where(visible, np.float32(0), MASKED)[:, None]
 
 
-def _fits(mask: np.ndarray, batch: int, length: int, total: int) -> bool:
+def check_mask(mask: np.ndarray, batch: int, length: int, past: int) -> None:
+    """Refuses a mask that is not of a shape that `attention_bias` takes.
+
+    Raises:
+        ValueError: names the shapes.
+    """
+    total = past + length
     if mask.ndim == 4:
-        floating = np.issubdtype(mask.dtype, np.floating)
-        return floating and mask.shape in ((batch, 1, length, total), (1, 1, length, total))
-    return mask.shape == (batch, total)
+        fits = np.issubdtype(mask.dtype, np.floating) and mask.shape[0] in (1, batch)
+        fits = fits and mask.shape[1:] == (1, length, total)
+    else:
+        fits = mask.shape == (batch, total)
+    if not fits:
+        raise ValueError(
+            f"attention_mask of shape {mask.shape} and type {mask.dtype} does not fit {batch} rows of {past} cached "
+            f"and {length} new tokens: give [{batch}, {total}] with 1 and 0, or additive floats [{batch}, 1, {length}, "
+            f"{total}]"
+        )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mindformers_ext.models.config import RopeParameters
+from mindformers_ext.models.config import RopeParameters, TransformerConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -118,3 +118,12 @@ class RotaryTable:
         angles = np.concatenate((angles, angles), -1)
         self._cos = np.cos(angles) * np.float32(self._factor)
         self._sin = np.sin(angles) * np.float32(self._factor)
+
+
+def rotary_tables(config: TransformerConfig) -> dict[str, RotaryTable]:
+    """Returns the tables that a model's layers look up, by kind: ``main``, and ``compress`` where there are blocks."""
+    dim, longest = config.rotary_dim, config.max_position_embeddings
+    tables = {"main": RotaryTable(config.rope, dim, longest)}
+    if config.sparse_attention is not None:
+        tables["compress"] = RotaryTable(config.sparse_attention.compress_rope, dim, longest)
+    return tables

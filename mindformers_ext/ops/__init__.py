@@ -15,19 +15,25 @@ from mindspore import Tensor
 
 from mindformers_ext.ops import autograd, host, native, reference
 from mindformers_ext.ops.backend import device_target, recording_gradient
+from mindformers_ext.ops.moe import Routing, experts, route
 from mindformers_ext.ops.reference import embedding
 
 __all__ = [
+    "Routing",
     "add_rms_norm",
     "attention",
     "cross_entropy",
     "describe",
     "embedding",
+    "experts",
     "linear",
     "move_rows",
     "qkv_heads",
     "rms_norm",
+    "route",
+    "sigmoid",
     "swiglu",
+    "unit_offset",
     "write_slots",
 ]
 
@@ -118,16 +124,33 @@ def qkv_heads(
     return _implementation().qkv_heads(qkv, cos, sin, groups, norms, eps)
 
 
-def swiglu(x: Tensor) -> Tensor:
+def unit_offset(weight: Tensor) -> Tensor:
+    """``1 + weight``: the factor of a norm whose weight is stored around zero.
+
+    Args:
+        weight: float32 ``[H]``.
+    """
+    if device_target() == "CPU" and not recording_gradient():
+        return Tensor.from_numpy(weight.asnumpy() + np.float32(1))
+    return weight + 1.0
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """``1 / (1 + exp(-x))`` of float32 of any shape."""
+    return reference.sigmoid(x)
+
+
+def swiglu(x: Tensor, limit: float = 0.0) -> Tensor:
     """``silu(gate) * up`` where gate and up alternate along the last axis.
 
     Args:
         x: float32 ``[N, 2 F]``; even columns are gates, odd columns are ups.
+        limit: gates are bounded by it from above, ups to both sides; 0 for no bound.
 
     Returns:
         float32 ``[N, F]``.
     """
-    return _implementation().swiglu(x)
+    return _implementation().swiglu(x, limit)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:

@@ -59,26 +59,41 @@ class _AddRmsNorm(_Function):
 
 class _Swiglu(_Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.x = x.asnumpy()
-        return host.swiglu(x)
+    def forward(ctx: Any, x: Tensor, limit: float) -> Tensor:
+        ctx.x, ctx.limit = x.asnumpy(), limit
+        return host.swiglu(x, limit)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         values, by_result = ctx.x, gradient.asnumpy()
         by_x = np.empty_like(values)
 
         def block(rows: slice) -> None:
-            gate, up = np.ascontiguousarray(values[rows, ::2]), values[rows, 1::2]
-            with np.errstate(over="ignore"):
-                sigmoid = 1 / (1 + np.exp(-gate))
-            part = by_result[rows] * sigmoid
-            by_x[rows, 1::2] = part * gate
-            part *= 1 + gate * (1 - sigmoid)
-            by_x[rows, ::2] = part * up
+            by_x[rows, ::2], by_x[rows, 1::2] = gated_product_gradient(
+                values[rows, ::2], values[rows, 1::2], ctx.limit, by_result[rows]
+            )
 
         host.by_blocks(block, *values.shape)
-        return Tensor.from_numpy(by_x)
+        return Tensor.from_numpy(by_x), None
+
+
+def gated_product_gradient(
+    gate: np.ndarray, up: np.ndarray, limit: float, gradient: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the gradients of `host.gated_product` by gate and by up, all ``[N, F]``."""
+    bounded_gate, bounded_up = gate, up
+    if limit:
+        bounded_gate = np.minimum(gate, np.float32(limit))
+        bounded_up = np.clip(up, np.float32(-limit), np.float32(limit))
+    with np.errstate(over="ignore"):
+        sigmoid = 1 / (1 + np.exp(-bounded_gate))
+    part = gradient * sigmoid
+    by_up = part * bounded_gate
+    by_gate = part * (1 + bounded_gate * (1 - sigmoid)) * bounded_up
+    if limit:
+        by_gate[gate > limit] = 0
+        by_up[np.abs(up) > limit] = 0
+    return by_gate, by_up
 
 
 class _QkvHeads(_Function):
@@ -173,9 +188,9 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple
     return _AddRmsNorm.apply(x, update, weight, eps)
 
 
-def swiglu(x: Tensor) -> Tensor:
+def swiglu(x: Tensor, limit: float = 0.0) -> Tensor:
     """See `mindformers_ext.ops.swiglu`."""
-    return _Swiglu.apply(x)
+    return _Swiglu.apply(x, limit)
 
 
 def qkv_heads(

@@ -101,22 +101,29 @@ def qkv_heads(
     return Tensor.from_numpy(query), Tensor.from_numpy(key), Tensor.from_numpy(value)
 
 
-def swiglu(x: Tensor) -> Tensor:
+def swiglu(x: Tensor, limit: float = 0.0) -> Tensor:
     """See `mindformers_ext.ops.swiglu`."""
     values = x.asnumpy()
     result = np.empty((len(values), values.shape[1] // 2), np.float32)
 
     def block(rows: slice) -> None:
-        gate, part = np.ascontiguousarray(values[rows, ::2]), result[rows]
-        np.negative(gate, out=part)
-        with np.errstate(over="ignore"):  # inf for a very negative gate, and silu 0 as it should be
-            np.exp(part, out=part)
-        part += np.float32(1)
-        np.divide(gate, part, out=part)
-        part *= values[rows, 1::2]
+        gated_product(values[rows, ::2], values[rows, 1::2], limit, result[rows])
 
     by_blocks(block, *values.shape)
     return Tensor.from_numpy(result)
+
+
+def gated_product(gate: np.ndarray, up: np.ndarray, limit: float, out: np.ndarray) -> None:
+    """Writes ``silu(gate) * up`` to ``out``, all ``[N, F]``; see `mindformers_ext.ops.swiglu` for the limit."""
+    gate = np.ascontiguousarray(gate)
+    if limit:
+        gate, up = np.minimum(gate, np.float32(limit)), np.clip(up, np.float32(-limit), np.float32(limit))
+    np.negative(gate, out=out)
+    with np.errstate(over="ignore"):  # inf for a very negative gate, and silu 0 as it should be
+        np.exp(out, out=out)
+    out += np.float32(1)
+    np.divide(gate, out, out=out)
+    out *= up
 
 
 def attention_weights(scores: Tensor, bias: Tensor, scale: float) -> Tensor:

@@ -24,6 +24,11 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     return ops.gather(table, ids, 0)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """See `mindformers_ext.ops.sigmoid`."""
+    return ops.sigmoid(x)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `mindformers_ext.ops.rms_norm`; any leading axes will do."""
     return x * ops.rsqrt(mint.mean(ops.square(x), -1, True) + eps) * weight
@@ -59,9 +64,11 @@ def qkv_heads(
     return rotary(query, cos.expand_dims(1), sin.expand_dims(1)), rotary(key, cos, sin), value
 
 
-def swiglu(x: Tensor) -> Tensor:
+def swiglu(x: Tensor, limit: float = 0.0) -> Tensor:
     """See `mindformers_ext.ops.swiglu`."""
     gate, up = _halves(x.reshape(x.shape[0], -1, 2))
+    if limit:
+        gate, up = ops.clamp(gate, max=limit), ops.clamp(up, -limit, limit)
     return (mint.nn.functional.silu(gate) * up).reshape(x.shape[0], -1)
 
 

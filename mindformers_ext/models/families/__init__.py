@@ -40,10 +40,10 @@ def family_of(section: Mapping[str, Any], hf_config: Mapping[str, Any] | None = 
     for source, where in ((section, "model"), (hf_config or {}, "config.json")):
         model_type, architectures = source.get("model_type"), source.get("architectures")
         name = architectures[0] if isinstance(architectures, list) and architectures else architectures
-        if model_type in FAMILIES:
-            return FAMILIES[str(model_type)]
         for family in FAMILIES.values():
-            if model_type is None and name == family.architectures:
+            if model_type in (family.model_type, *family.other_names):
+                return family
+            if model_type is None and name in (family.architectures, *family.other_names):
                 return family
         if model_type is not None or name is not None:
             given = f"model_type {model_type!r}" if model_type is not None else f"architectures {name!r}"

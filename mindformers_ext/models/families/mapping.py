@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from mindformers_ext.models.config import RopeParameters, TransformerConfig, checked_value
+from mindformers_ext.models.config import GROUPS, RopeParameters, TransformerConfig, checked_value
 from mindformers_ext.models.families.family import Family
 from mindformers_ext.runtime import logger
 
@@ -58,8 +58,22 @@ _WITHOUT_EFFECT = {
 _OTHER_KEYS = {"init_method", "layernorm_compute_type", "quantization_bit", "type"}
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 _DTYPES = ("params_dtype", "compute_dtype")
-_FIELDS = {entry.name for entry in fields(TransformerConfig)} - {"rope"}
-_REQUIRED = [entry.name for entry in fields(TransformerConfig) if entry.default is entry.default_factory is MISSING]
+# Fields that only some families have.
+_OPTIONS = {
+    *("partial_rotary_factor", "attention_output_gate", "layernorm_zero_centered_gamma"),
+    *("activation_func_clamp_value", "layer_types", "mlp_layer_types"),
+}
+_BASE_FIELDS = {entry.name for entry in fields(TransformerConfig)} - {"rope", *GROUPS, *_OPTIONS}
+
+
+def _known_fields(family: Family) -> set[str]:
+    """The fields that a family's sources may set."""
+    grouped = {entry.name for group in family.groups for entry in fields(GROUPS[group])}
+    return _BASE_FIELDS | (_OPTIONS & family.options) | grouped
+
+
+def _required(owner: type) -> list[str]:
+    return [entry.name for entry in fields(owner) if entry.default is entry.default_factory is MISSING]
 
 
 def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
@@ -77,27 +91,39 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
     found: dict[str, tuple[str, Any]] = {}
     rope: dict[str, Any] = {}
     unused: list[str] = []
-    for key, value in section.items():
+    known = _known_fields(family)
+    fixed = {**_MUST_BE, **family.fixed}
+    for key, value in family.prepare(section, where).items():
         target = family.aliases.get(key, key)
-        if key in _MUST_BE:
-            if value not in _MUST_BE[key]:
+        if key in family.extra_keys:
+            if value is not None:
+                _put(found, key, key, value, where)
+        elif target in known and (target in _OPTIONS or key not in _WITHOUT_EFFECT):
+            if value is not None:
+                _put(found, target, key, checked_value(target, value, f"{where}: {key}"), where)
+        elif key in fixed:
+            if value not in fixed[key]:
                 raise ValueError(f"{where}: {key}: {value!r} is not supported for {family.model_type}")
         elif key in _ROPE_KEYS:
             rope[key] = value
-        elif target in _FIELDS and key not in _WITHOUT_EFFECT:
-            if value is not None:
-                _put(found, target, key, checked_value(target, value, f"{where}: {key}"), where)
         elif key == "layer_types" and set(value or ()) - {"full_attention"}:
             raise ValueError(
                 f"{where}: layer_types other than full_attention are not supported for {family.model_type}"
             )
         elif key in _DROPOUTS and not value or key in _DTYPES and value in ("float32", "fp32", None):
             continue
-        elif key not in _WITHOUT_EFFECT:
+        elif key not in _WITHOUT_EFFECT and key not in family.without_effect:
             unused.append(key)
+    partial = "partial_rotary_factor" in family.options
+    if partial:
+        for key in _ROPE_NESTED:
+            value = (rope.get(key) or {}).get("partial_rotary_factor")
+            if value is not None:
+                checked = checked_value("partial_rotary_factor", value, f"{where}: {key}.partial_rotary_factor")
+                _put(found, "partial_rotary_factor", f"{key}.partial_rotary_factor", checked, where)
     _report_unused(unused, family, where)
     mapped = {target: value for target, (_, value) in found.items()}
-    return mapped | ({"rope": _flat_rope(rope, where)} if rope else {})
+    return mapped | ({"rope": _flat_rope(rope, where, partial)} if rope else {})
 
 
 def _put(found: dict[str, tuple[str, Any]], target: str, key: str, value: Any, where: str) -> None:
@@ -113,7 +139,9 @@ def _report_unused(keys: Sequence[str], family: Family, where: str) -> None:
     if where != YAML:
         logger.info("%s: not needed here: %s", where, ", ".join(sorted(keys)))
         return
-    known = {*_OTHER_KEYS, *family.aliases, *_FIELDS, *_MUST_BE, *_WITHOUT_EFFECT, *_ROPE_KEYS, *_DROPOUTS, *_DTYPES}
+    fixed = {*_MUST_BE, *family.fixed, *_DROPOUTS, *_DTYPES}
+    harmless = {*_OTHER_KEYS, *_WITHOUT_EFFECT, *family.without_effect}
+    known = {*_known_fields(family), *family.aliases, *family.extra_keys, *_ROPE_KEYS, *fixed, *harmless}
     for key in keys:
         meant = None if key in known else _meant(key, known - _OTHER_KEYS)
         if meant is not None:
@@ -146,13 +174,14 @@ def merge(sources: Sequence[Mapping[str, Any]], family: Family) -> TransformerCo
         rope |= source.get("rope", {})
         values |= {key: value for key, value in source.items() if key != "rope"}
     values |= {"model_type": family.model_type, "architectures": family.architectures}
-    values = family.defaults(values) | values
+    values = family.derive(family.defaults(values) | values)
     heads = values.get("num_attention_heads")
     if isinstance(heads, int) and heads > 0:
         values.setdefault("num_query_groups", heads)
         if isinstance(values.get("hidden_size"), int):
             values.setdefault("kv_channels", values["hidden_size"] // heads)
-    missing = [_theirs(name, family) for name in _REQUIRED if name not in values]
+    owners = (TransformerConfig, *(GROUPS[group] for group in family.groups))
+    missing = [_theirs(name, family) for owner in owners for name in _required(owner) if name not in values]
     if missing:
         raise ValueError(f"model: missing for {family.model_type}: {', '.join(missing)}")
     rope_type, theta = rope.pop("rope_type", "default"), rope.pop("rope_theta", 10000.0)
@@ -161,15 +190,22 @@ def merge(sources: Sequence[Mapping[str, Any]], family: Family) -> TransformerCo
         if ignored:
             logger.warning("%s: without effect for rope_type default: %s", YAML, ", ".join(sorted(ignored)))
         rope = {}
-    return TransformerConfig(**values, rope=RopeParameters(rope_type, float(theta), rope))
+    groups = {}
+    for group in family.groups:
+        names = [entry.name for entry in fields(GROUPS[group])]
+        groups[group] = GROUPS[group](**{name: values.pop(name) for name in names if name in values})
+    return TransformerConfig(**values, **groups, rope=RopeParameters(rope_type, float(theta), rope))
 
 
 def _theirs(field_name: str, family: Family) -> str:
     return next((key for key, target in family.aliases.items() if target == field_name), field_name)
 
 
-def _flat_rope(keys: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """One source's rotary settings under transformers' names: rope_type, rope_theta, factor, ..."""
+def _flat_rope(keys: Mapping[str, Any], where: str, partial: bool) -> dict[str, Any]:
+    """One source's rotary settings under transformers' names: rope_type, rope_theta, factor, ...
+
+    ``partial`` says that the family rotates a part of a head, which is a field of its own.
+    """
     found: dict[str, tuple[str, Any]] = {}
     for key, value in keys.items():
         if key in _ROPE_LOOSE and value is not None:
@@ -181,7 +217,7 @@ def _flat_rope(keys: Mapping[str, Any], where: str) -> dict[str, Any]:
         # Older files write type; where both stand, rope_type is the one that transformers reads.
         named = {"rope_type": nested.get("rope_type") or nested.get("type")}
         for name, value in {**nested, **named}.items():
-            if name == "partial_rotary_factor" and value not in (1, None):
+            if name == "partial_rotary_factor" and not partial and value not in (1, None):
                 raise ValueError(f"{where}: {key}.partial_rotary_factor below 1 is not supported for this family")
             if name not in ("type", "partial_rotary_factor") and value is not None:
                 _put_rope(found, name, f"{key}.{name}", value, where)

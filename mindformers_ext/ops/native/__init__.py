@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 import numpy as np
@@ -10,6 +11,9 @@ from mindspore import Tensor
 
 from mindformers_ext.ops import host, reference
 from mindformers_ext.ops.native.build import load_library
+
+if TYPE_CHECKING:
+    from mindformers_ext.ops.moe import Pairs
 
 # With more rows a product is bound by arithmetic, at which MindSpore is better.
 _MAX_ROWS = 32
@@ -95,11 +99,11 @@ def qkv_heads(
     return Tensor.from_numpy(query), Tensor.from_numpy(key), Tensor.from_numpy(value)
 
 
-def swiglu(x: Tensor) -> Tensor:
+def swiglu(x: Tensor, limit: float = 0.0) -> Tensor:
     """See `mindformers_ext.ops.swiglu`."""
     x = _dense(x)
     out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
-    _kernels().mfx_swiglu(_pointer(x), out.ctypes.data, *out.shape)
+    _kernels().mfx_swiglu(_pointer(x), out.ctypes.data, *out.shape, limit)
     return Tensor.from_numpy(out)
 
 
@@ -122,3 +126,17 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: fl
         _pointer(scores), _pointer(bias), batch, groups * heads, length, slots, bias.shape[0], scale
     )
     return host.merge_heads(reference.attention_mix(scores, value))
+
+
+def experts(x: Tensor, pairs: Pairs, factors: Tensor, weight1: Tensor, weight2: Tensor, limit: float) -> Tensor:
+    """See `mindformers_ext.ops.experts`; ``pairs`` is the choice sorted by expert."""
+    x = _dense(x)
+    num_experts, hidden, width = weight1.shape
+    count, ffn = len(pairs.rows), width // 2
+    by_pair = np.ascontiguousarray(factors.asnumpy().reshape(-1)[pairs.slots])
+    scratch = np.empty(count * (width + hidden), np.float32)
+    out = np.zeros(x.shape, np.float32)
+    arrays = (pairs.rows, by_pair, pairs.starts, scratch, out)
+    pointers = (_pointer(x), _pointer(weight1), _pointer(weight2), *(array.ctypes.data for array in arrays))
+    _kernels().mfx_experts(*pointers, hidden, ffn, num_experts, count, limit)
+    return Tensor.from_numpy(out)

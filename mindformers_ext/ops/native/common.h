@@ -9,6 +9,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <limits>
 #include <mutex>
 #include <new>
 #include <system_error>
@@ -63,6 +64,13 @@ inline vec exp(vec x) {
   p = p * r + 1.0f;
   const ivec power = (n + 127) << 23;
   return x < -87.3f ? vec{} : p * reinterpret_cast<const vec&>(power);
+}
+
+// silu(gate) * up, gates bounded from above and ups on both sides.
+inline vec clamped_swiglu(vec gate, vec up, float bound) {
+  gate = gate > bound ? vec{} + bound : gate;
+  up = up > bound ? vec{} + bound : (up < -bound ? vec{} - bound : up);
+  return gate / (exp(-gate) + 1.0f) * up;
 }
 
 inline void pause() {

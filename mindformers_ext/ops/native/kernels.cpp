@@ -142,8 +142,10 @@ void mfx_add_rms_norm(const float* x, const float* update, const float* weight, 
   });
 }
 
-// out [rows, size] = silu(gate) * up for x [rows, 2 size] with gates in even and ups in odd columns.
-void mfx_swiglu(const float* x, float* out, int64_t rows, int64_t size) {
+// out [rows, size] = silu(gate) * up for x [rows, 2 size] with gates in even and ups in odd columns; a limit above 0
+// bounds gates from above and ups on both sides.
+void mfx_swiglu(const float* x, float* out, int64_t rows, int64_t size, float limit) {
+  const float bound = limit > 0 ? limit : std::numeric_limits<float>::infinity();
   const int64_t count = rows * size;
   parallel((count + kLanes - 1) / kLanes, 2 * kLanes, [=](int64_t begin, int64_t end) {
     for (int64_t at = begin * kLanes; at < std::min(end * kLanes, count); at += kLanes) {
@@ -153,8 +155,7 @@ void mfx_swiglu(const float* x, float* out, int64_t rows, int64_t size) {
         gates[i] = x[2 * (at + i)];
         ups[i] = x[2 * (at + i) + 1];
       }
-      const vec gate = load(gates);
-      const vec result = gate / (exp(-gate) + 1.0f) * load(ups);
+      const vec result = clamped_swiglu(load(gates), load(ups), bound);
       if (part == kLanes) {
         store(out + at, result);
       } else {

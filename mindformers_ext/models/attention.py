@@ -1,0 +1,52 @@
+"""Grouped-query attention."""
+
+from __future__ import annotations
+
+from mindspore import Tensor, nn
+
+from mindformers_ext import ops
+from mindformers_ext.models.cache import KeyValueState
+from mindformers_ext.models.config import TransformerConfig
+from mindformers_ext.models.context import ForwardContext
+from mindformers_ext.models.layers import Linear, RMSNorm
+
+
+class SelfAttention(nn.Cell):
+    """Grouped-query attention with rotary positions and optional norms on queries and keys.
+
+    The rows of ``linear_qkv`` are ordered by group: the query heads of the group, its key, its value.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int = 0) -> None:
+        super().__init__()
+        dim = config.kv_channels
+        self.dim, self.groups, self.scale, self.eps = dim, config.num_query_groups, dim**-0.5, config.layernorm_epsilon
+        self.linear_qkv = Linear(config.hidden_size, config.qkv_size, config.add_qkv_bias)
+        self.linear_proj = Linear(
+            config.num_attention_heads * dim, config.hidden_size, config.add_proj_bias, initial="residual"
+        )
+        if config.qk_layernorm:
+            self.q_layernorm = RMSNorm(dim, self.eps, config.layernorm_zero_centered_gamma)
+            self.k_layernorm = RMSNorm(dim, self.eps, config.layernorm_zero_centered_gamma)
+        self.qk_layernorm = config.qk_layernorm
+
+    def construct(self, x: Tensor, context: ForwardContext, state: KeyValueState | None = None) -> Tensor:
+        """Attends over the tokens of ``x`` and those in ``state``.
+
+        Args:
+            x: float32 ``[B * S, H]``.
+            context: the tokens of this forward.
+            state: keys and values of earlier tokens; those of ``x`` are appended.
+
+        Returns:
+            float32 ``[B * S, H]``.
+        """
+        norms = (self.q_layernorm.scale, self.k_layernorm.scale) if self.qk_layernorm else None
+        query, key, value = ops.qkv_heads(self.linear_qkv(x), *context.rotary(), self.groups, norms, self.eps)
+        if state is not None:
+            key, value = state.update(key, value)
+        return self.linear_proj(ops.attention(query, key, value, context.bias(key.shape[2]), self.scale))
+
+    def new_state(self, batch_size: int, max_length: int) -> KeyValueState:
+        """Returns empty keys and values for ``batch_size`` rows of up to ``max_length`` tokens."""
+        return KeyValueState(batch_size, self.groups, self.dim, max_length)

@@ -1,0 +1,106 @@
+"""The stack of decoder layers, and what each of them is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mindspore import Tensor, nn
+
+from mindformers_ext.models.attention import SelfAttention
+from mindformers_ext.models.cache import LayerState
+from mindformers_ext.models.config import TransformerConfig
+from mindformers_ext.models.context import ForwardContext
+from mindformers_ext.models.layers import MLP, RMSNorm
+from mindformers_ext.models.moe import MoELayer
+
+
+def build_attention(config: TransformerConfig, layer_number: int) -> nn.Cell:
+    """Returns the attention of a layer, by its type.
+
+    Raises:
+        ValueError: no such type.
+    """
+    kind = config.layer_types[layer_number]
+    if kind == "full_attention":
+        return SelfAttention(config, layer_number)
+    raise ValueError(f"model: layer_types: {kind!r} is not known for {config.model_type}")
+
+
+def build_mlp(config: TransformerConfig, layer_number: int) -> nn.Cell:
+    """Returns the MLP of a layer, by its type.
+
+    Raises:
+        ValueError: no such type.
+    """
+    kind = config.mlp_layer_types[layer_number]
+    if kind == "dense":
+        return MLP(config)
+    if kind in ("moe", "hash_moe"):
+        return MoELayer(config, layer_number)
+    raise ValueError(f"model: mlp_layer_types: {kind!r} is not known; give dense, moe or hash_moe")
+
+
+class TransformerLayer(nn.Cell):
+    """Pre-norm attention and MLP, each with a residual connection.
+
+    Args:
+        config: sizes and options; the kinds of attention and MLP come from its lists of layer types.
+        layer_number: index of the layer in the model.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int) -> None:
+        super().__init__()
+        eps, zero_centered = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
+        self.input_layernorm = RMSNorm(config.hidden_size, eps, zero_centered)
+        self.self_attention = build_attention(config, layer_number)
+        self.pre_mlp_layernorm = RMSNorm(config.hidden_size, eps, zero_centered)
+        self.mlp = build_mlp(config, layer_number)
+        self.is_dense = config.mlp_layer_types[layer_number] == "dense"
+
+    def construct(
+        self, hidden: Tensor, update: Tensor | None, context: ForwardContext, state: LayerState | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the layer on ``hidden + update``.
+
+        Args:
+            hidden: residual stream, float32 ``[B * S, H]``.
+            update: what the previous layer adds to it; None in the first layer.
+            context: the tokens of this forward.
+            state: what the attention remembers of earlier tokens.
+
+        Returns:
+            The residual stream, and what this layer's MLP adds to it.
+        """
+        if update is None:
+            normed = self.input_layernorm(hidden)
+        else:
+            hidden, normed = self.input_layernorm.add(hidden, update)
+        attended = self.self_attention(normed, context, state)
+        hidden, normed = self.pre_mlp_layernorm.add(hidden, attended)
+        return hidden, self.mlp(normed) if self.is_dense else self.mlp(normed, context)
+
+
+class TransformerBlock(nn.Cell):
+    """The stack of decoder layers and the final norm."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.layers = nn.CellList([TransformerLayer(config, number) for number in range(config.num_layers)])
+        self.final_layernorm = RMSNorm(
+            config.hidden_size, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
+        )
+
+    def construct(self, hidden: Tensor, context: ForwardContext, states: Sequence[LayerState | None]) -> Tensor:
+        """Runs all layers on embedded tokens, float32 ``[B * S, H]``.
+
+        Returns:
+            What `finish` takes: the residual stream, float32 ``[B * S, H]``.
+        """
+        update = None
+        for layer, state in zip(self.layers, states, strict=True):
+            hidden, update = layer(hidden, update, context, state)
+        return hidden + update
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """Turns rows of the residual stream into what the head takes, float32 ``[N, H]``."""
+        return self.final_layernorm(hidden)

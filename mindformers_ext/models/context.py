@@ -1,0 +1,89 @@
+"""What the layers of one forward need to know of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from mindspore import Tensor
+
+from mindformers_ext.models.mask import attention_bias, check_mask
+from mindformers_ext.models.rope import RotaryTable
+
+
+class ForwardContext:
+    """The tokens of one forward: which are real, where they stand, and what follows from that.
+
+    A batch is aligned by slots: each of its B rows has ``past + length`` of them, and pads come first.
+
+    Args:
+        input_ids: int32 ``[B, S]``.
+        position_ids: int ``[B, S]``; None counts on from ``past``. Those of pads do not matter.
+        attention_mask: None (no pads), ``[B, past + S]`` with 1 for a real token and 0 for a pad, or additive floats
+            ``[B or 1, 1, S, past + S]``.
+        past: tokens in the cache before these, pads included.
+        tables: rotary tables by kind.
+
+    Attributes:
+        batch: rows B.
+        length: new tokens S of each row.
+        past: as given.
+        input_ids: as given.
+        positions: int ``[B, S]``; 0 at a row's first real token, and at its pads.
+        real: bool ``[B, past + S]``, False for pads; None if there are none.
+
+    Raises:
+        ValueError: the mask has another shape.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        position_ids: np.ndarray | None,
+        attention_mask: np.ndarray | None,
+        past: int,
+        tables: Mapping[str, RotaryTable],
+    ) -> None:
+        self.input_ids = input_ids
+        self.batch, self.length = input_ids.shape
+        self.past = past
+        self._tables = tables
+        self._rotary: dict[str, tuple[Tensor, Tensor]] = {}
+        self._biases: dict[int, Tensor] = {}
+        if attention_mask is not None:
+            check_mask(attention_mask, self.batch, self.length, past)
+        self._mask = attention_mask
+        self.real: np.ndarray | None = None
+        if attention_mask is not None and attention_mask.ndim == 2 and not attention_mask.all():
+            self.real = attention_mask != 0
+        if position_ids is None:
+            position_ids = np.broadcast_to(np.arange(past, past + self.length), (self.batch, self.length))
+        self.positions = position_ids if self.real is None else np.where(self.real[:, past:], position_ids, 0)
+
+    @property
+    def has_additive_mask(self) -> bool:
+        """Whether the caller says with additive floats which tokens see each other."""
+        return self._mask is not None and self._mask.ndim == 4
+
+    @property
+    def real_rows(self) -> np.ndarray | None:
+        """Which of the new tokens are real, bool ``[B * S]``; None: all."""
+        return None if self.real is None else self.real[:, self.past :].reshape(-1)
+
+    def rotary(self, kind: str = "main") -> tuple[Tensor, Tensor]:
+        """Returns cos and sin of the new tokens, float32 ``[B, S, rotary_dim]``, both halves equal."""
+        if kind not in self._rotary:
+            cos, sin = self._tables[kind].lookup(self.positions)
+            self._rotary[kind] = (Tensor.from_numpy(cos), Tensor.from_numpy(sin))
+        return self._rotary[kind]
+
+    def rotary_at(self, kind: str, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns cos and sin, float32 ``[..., rotary_dim]``, at other positions ``[...]``."""
+        return self._tables[kind].lookup(positions)
+
+    def bias(self, slots: int) -> Tensor:
+        """Returns the causal bias, float32 ``[B or 1, 1, S, slots]``; pads and slots past the new tokens are masked."""
+        if slots not in self._biases:
+            bias = attention_bias(self._mask, self.batch, self.length, self.past, slots)
+            self._biases[slots] = Tensor.from_numpy(bias)
+        return self._biases[slots]

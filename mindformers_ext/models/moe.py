@@ -1,0 +1,99 @@
+"""Mixture of experts."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+from mindformers_ext import ops
+from mindformers_ext.models.config import MoEConfig, TransformerConfig
+from mindformers_ext.models.context import ForwardContext
+from mindformers_ext.models.layers import MLP, Linear, empty_parameter
+
+
+class MoELayer(nn.Cell):
+    """Routed experts, and a shared one where the family has it.
+
+    Args:
+        config: sizes and options.
+        layer_number: index of the layer; its type ``hash_moe`` takes the experts of a token from a table by token id.
+
+    Raises:
+        ValueError: the configuration has no mixture of experts.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int = 0) -> None:
+        super().__init__()
+        moe = config.moe
+        if moe is None:
+            raise ValueError(f"model: {config.model_type} has no experts, so mlp_layer_types cannot be moe")
+        hashed = config.mlp_layer_types[layer_number] == "hash_moe"
+        self.router = Router(config, moe, hashed)
+        self.experts = Experts(config, moe)
+        self.expert_bias = None
+        if moe.moe_router_enable_expert_bias and not hashed:
+            self.expert_bias = empty_parameter(moe.num_moe_experts, initial=0.0)
+            self.expert_bias.requires_grad = False  # it balances the experts' load and is no part of the loss
+        self.shared_experts = SharedExperts(config, moe) if moe.moe_shared_expert_intermediate_size else None
+        self.clamp_value = config.activation_func_clamp_value
+
+    def construct(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Maps float32 ``[B * S, H]`` to ``[B * S, H]``; pads reach no expert."""
+        ids, factors = self.router(x, context, self.expert_bias)
+        routed = ops.experts(x, ids, factors, self.experts.weight1, self.experts.weight2, self.clamp_value)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+
+
+class Router(nn.Cell):
+    """Chooses the experts of each token, by the scores of a linear layer or by a table."""
+
+    def __init__(self, config: TransformerConfig, moe: MoEConfig, hashed: bool) -> None:
+        super().__init__()
+        self.weight = empty_parameter(moe.num_moe_experts, config.hidden_size)
+        self.tid2eid = None
+        if hashed:
+            experts = moe.num_moe_experts
+
+            def any_experts(generator, shape):
+                return generator.random((shape[0], experts)).argsort(1)[:, : shape[1]]
+
+            self.tid2eid = empty_parameter(config.vocab_size, moe.moe_router_topk, initial=any_experts, dtype=ms.int32)
+        self.routing = ops.Routing(
+            top_k=moe.moe_router_topk,
+            score_function=moe.moe_router_score_function,
+            normalise=moe.norm_topk_prob,
+            scale=moe.moe_router_topk_scaling_factor,
+            groups=moe.moe_router_num_groups,
+            group_top_k=moe.moe_router_group_topk,
+        )
+
+    def construct(self, x: Tensor, context: ForwardContext, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns experts int32 ``[B * S, K]`` and their weights float32 ``[B * S, K]`` for x ``[B * S, H]``."""
+        chosen = None
+        if self.tid2eid is not None:
+            chosen = self.tid2eid.asnumpy()[context.input_ids.asnumpy().reshape(-1)]
+        return ops.route(ops.linear(x, self.weight), self.routing, bias, chosen, context.real_rows)
+
+
+class Experts(nn.Cell):
+    """The weights of all routed experts: gate beside up ``[E, H, 2 F]``, and down ``[E, F, H]``."""
+
+    def __init__(self, config: TransformerConfig, moe: MoEConfig) -> None:
+        super().__init__()
+        count, hidden, ffn = moe.num_moe_experts, config.hidden_size, moe.moe_ffn_hidden_size
+        self.weight1 = empty_parameter(count, hidden, 2 * ffn)
+        self.weight2 = empty_parameter(count, ffn, hidden, initial="residual")
+
+
+class SharedExperts(MLP):
+    """The expert that every token passes, with a sigmoid gate in some families."""
+
+    def __init__(self, config: TransformerConfig, moe: MoEConfig) -> None:
+        super().__init__(config, moe.moe_shared_expert_intermediate_size)
+        self.shared_experts_gate = Linear(config.hidden_size, 1) if moe.use_shared_expert_gating else None
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Maps float32 ``[N, H]`` to ``[N, H]``."""
+        result = super().construct(x)
+        return result if self.shared_experts_gate is None else result * ops.sigmoid(self.shared_experts_gate(x))
