@@ -55,7 +55,7 @@ class Router(nn.Cell):
         if hashed:
             experts = moe.num_moe_experts
 
-            def any_experts(generator, shape):
+            def any_experts(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
                 return generator.random((shape[0], experts)).argsort(1)[:, : shape[1]]
 
             self.tid2eid = empty_parameter(config.vocab_size, moe.moe_router_topk, initial=any_experts, dtype=ms.int32)
