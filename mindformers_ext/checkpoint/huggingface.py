@@ -12,7 +12,7 @@ import numpy as np
 
 from mindformers_ext.checkpoint.files import json_text, publish_folder, replace_file, write_synced
 from mindformers_ext.checkpoint.locate import HF_FILE, HF_INDEX
-from mindformers_ext.checkpoint.tensor_writer import TensorSpec, narrow, write_tensors
+from mindformers_ext.checkpoint.tensor_writer import TensorSpec, write_tensors
 from mindformers_ext.models.weights import WeightLayout, WeightMapping
 
 EXPORT_DTYPES = ("bfloat16", "float16", "float32")
@@ -77,9 +77,10 @@ def save_hf_checkpoint(
     Args:
         folder: the folder to make; it must not exist or be empty.
         layout: names and shapes of the model.
-        read: returns a parameter by name, float32, in the parameter's shape.
+        read: returns a parameter by name, in its shape and type (float32 or int32).
         hf_config: written as config.json, with ``dtype`` as its type.
-        dtype: ``bfloat16``, ``float16`` or ``float32``; values are rounded to nearest even.
+        dtype: ``bfloat16``, ``float16`` or ``float32``; values are rounded to nearest even. Parameters with
+            ``keep_float32`` stay float32, tables of ids become int64.
         max_shard_bytes: a new file is begun before this size is passed; the sources of one parameter stay together.
         tokenizer_folder: where tokenizer files are copied from, or None.
 
@@ -120,8 +121,9 @@ def _with_dtype(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _specs(mapping: WeightMapping, dtype: str) -> list[TensorSpec]:
+    stored = "int64" if mapping.dtype == "int32" else "float32" if mapping.keep_float32 else dtype
     pairs = zip(mapping.sources, mapping.source_shapes, strict=True)
-    return [TensorSpec(name, dtype, tuple(shape)) for name, shape in pairs]
+    return [TensorSpec(name, stored, tuple(shape)) for name, shape in pairs]
 
 
 def _write_shards(
@@ -150,17 +152,19 @@ def _write_shards(
 
 def _write_shard(path: Path, mappings: Sequence[WeightMapping], read: Callable[[str], np.ndarray], dtype: str) -> None:
     owner = {source: mapping for mapping in mappings for source in mapping.sources}
-    pending: dict[str, np.ndarray] = {}  # the sources of the parameter that was read last
+    views: dict[str, np.ndarray] = {}  # the sources in the parameter that was read last
 
     def read_source(name: str) -> np.ndarray:
-        if name not in pending:
-            pending.clear()
+        if name not in views:
+            views.clear()
             mapping = owner[name]
             values = read(mapping.name)
-            if values.shape != mapping.shape:
-                raise ValueError(f"{mapping.name} is {values.shape}, expected {mapping.shape}")
-            pending.update(zip(mapping.sources, mapping.to_hf(values), strict=True))
-        return narrow(np.asarray(pending.pop(name), np.float32), dtype, name)
+            if values.shape != mapping.shape or values.dtype.name != mapping.dtype:
+                raise ValueError(
+                    f"{mapping.name} is {values.dtype.name} {values.shape}, expected {mapping.dtype} {mapping.shape}"
+                )
+            views.update(zip(mapping.sources, mapping.parts(values), strict=True))
+        return views.pop(name)
 
     specs = [spec for mapping in mappings for spec in _specs(mapping, dtype)]
     write_tensors(path, specs, read_source, {"format": "pt"})

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mindformers_ext.checkpoint.errors import CheckpointError, ProblemList, listed
+from mindformers_ext.checkpoint.errors import CheckpointError, listed
 from mindformers_ext.checkpoint.locate import Location, locate_checkpoint
-from mindformers_ext.checkpoint.tensor_file import WEIGHT_DTYPES, StoredTensor, TensorFile
-from mindformers_ext.models.weights import WeightLayout, WeightMapping
+from mindformers_ext.checkpoint.match import Found, Match, match_parameters, skip_reason, tensors_by_name
+from mindformers_ext.checkpoint.tensor_file import StoredTensor, TensorFile
+from mindformers_ext.models.weights import WeightLayout
 
 # Values of a stored copy and of its original that are in memory together.
 _PIECE = 1 << 16
-
-Found = dict[str, list[StoredTensor]]  # tensors by name, one for each file that holds it
 
 
 @dataclass(frozen=True)
@@ -60,43 +59,36 @@ class CheckReport:
 
 
 class WeightReader:
-    """The parameters of one open checkpoint, as float32 arrays.
+    """The parameters of one open checkpoint.
 
     Attributes:
         report: what was found when the checkpoint was checked.
     """
 
-    def __init__(self, sources: dict[str, tuple[WeightMapping, tuple[StoredTensor, ...]]], report: CheckReport) -> None:
-        self._sources = sources
+    def __init__(self, matches: dict[str, Match], report: CheckReport) -> None:
+        self._matches = matches
         self.report = report
 
     def read(self, name: str) -> np.ndarray:
-        """Reads one parameter: float32, C-contiguous, writable, shared with nobody.
+        """Reads one parameter: of its type (float32 or int32), C-contiguous, writable, shared with nobody.
+
+        Its memory is allocated once, and every tensor is read straight into its place.
 
         Raises:
-            CheckpointError: if a file changed since it was opened.
-            RuntimeError: if the layout makes another shape or type than it announces.
+            CheckpointError: if a file changed since it was opened, or an id does not fit int32.
+            RuntimeError: if the layout does not lay its sources over the whole parameter.
         """
-        mapping, tensors = self._sources[name]
-        if self.report.format == "huggingface":
-            array = mapping.to_parameter([tensor.float32() for tensor in tensors])
-        else:
-            array = tensors[0].float32()
-        if array.shape != mapping.shape or array.dtype != np.float32:
-            raise RuntimeError(
-                f"the layout of {name} makes {array.dtype} {array.shape} instead of float32 {mapping.shape}"
-            )
-        return own(array)
-
-
-def own(array: np.ndarray) -> np.ndarray:
-    """Returns the array itself if its memory is writable, contiguous and its own, else a copy."""
-    root = array
-    while isinstance(root.base, np.ndarray):
-        root = root.base
-    if array.flags.c_contiguous and array.flags.writeable and root.flags.owndata and root.nbytes == array.nbytes:
-        return array
-    return np.array(array, order="C")
+        match = self._matches[name]
+        mapping, parameter = match.mapping, np.empty(match.mapping.shape, match.mapping.dtype)
+        views = match.parts(parameter)
+        fits = [view.size for view in views] == [math.prod(shape) for shape in match.shapes]
+        if not fits or not all(np.may_share_memory(view, parameter) for view in views if view.size):
+            raise RuntimeError(f"the layout of {name} does not make views of its sources in {mapping.shape}")
+        if sum(view.size for view in views) != parameter.size:
+            raise RuntimeError(f"the layout of {name} leaves values of {mapping.shape} without a source")
+        for view, tensor in zip(views, match.tensors, strict=True):
+            tensor.read_into(view)
+        return parameter
 
 
 def check_weights(path: str | os.PathLike[str], layout: WeightLayout) -> CheckReport:
@@ -115,8 +107,8 @@ def load_weights(
 ) -> CheckReport:
     """Checks a checkpoint, then reads it and hands over each parameter once.
 
-    Peak memory is the model and one parameter: each array (float32, C-contiguous, writable, shared with nobody, of the
-    parameter's shape) may become the parameter's memory without a copy.
+    Peak memory is the model and some MiB: each array (of the parameter's shape and type, C-contiguous, writable, shared
+    with nobody) may become the parameter's memory without a copy.
 
     Args:
         path: folder of a HuggingFace model, root of MindFormers iterations, or one iteration folder.
@@ -153,9 +145,9 @@ def _open(path: str | os.PathLike[str], layout: WeightLayout) -> Iterator[tuple[
     location = locate_checkpoint(path)
     with ExitStack() as stack:
         files = open_files(location.folder, location.files, stack)
-        found = _tensors_by_name(location, files)
-        sources = _match(location, layout, found)
-        yield WeightReader(sources, _report(location, layout, sources, found)), found
+        found = tensors_by_name(location, layout, files)
+        matches = match_parameters(location, layout, found)
+        yield WeightReader(matches, _report(location, layout, matches, found)), found
 
 
 def _compare_copies(folder: Path, layout: WeightLayout, found: Found) -> None:
@@ -171,7 +163,7 @@ def _compare_copies(folder: Path, layout: WeightLayout, found: Found) -> None:
 
 
 def _same_values(tensor: StoredTensor, original: StoredTensor) -> bool:
-    pairs = zip(tensor.pieces(_PIECE), original.pieces(_PIECE), strict=True)
+    pairs = zip(tensor.values(_PIECE), original.values(_PIECE), strict=True)
     return all(np.array_equal(piece, other, equal_nan=True) for piece, other in pairs)
 
 
@@ -192,98 +184,12 @@ def open_files(folder: Path, paths: Iterable[Path], stack: ExitStack) -> list[Te
     return files
 
 
-def _tensors_by_name(location: Location, files: Sequence[TensorFile]) -> Found:
-    found: Found = {}
-    for file in files:
-        for name, tensor in file.tensors.items():
-            found.setdefault(name, []).append(tensor)
-    if location.format == "mindformers":
-        return found
-    problems = ProblemList(str(location.folder))
-    for name, tensors in found.items():
-        if len(tensors) > 1:
-            problems.add("tensors in several files", f"{name} in {listed(t.file.label for t in tensors)}")
-    if location.index is not None and location.weight_map is not None:
-        _compare_with_index(location.index.name, location.weight_map, found, problems)
-    problems.raise_if_any()
-    return found
-
-
-def _compare_with_index(index: str, weight_map: dict[str, str], found: Found, problems: ProblemList) -> None:
-    for name, file in weight_map.items():
-        holders = [tensor.file.label for tensor in found.get(name, [])]
-        if not holders:
-            problems.add(f"missing tensors that {index} lists", f"{name} in {file}")
-        elif os.path.normpath(file) not in holders:
-            problems.add(f"tensors in another file than {index} says", f"{name} in {holders[0]} instead of {file}")
-    for name, tensors in found.items():
-        if name not in weight_map:
-            problems.add(f"tensors that {index} does not list", tensors[0].where)
-
-
-def _match(
-    location: Location, layout: WeightLayout, found: Found
-) -> dict[str, tuple[WeightMapping, tuple[StoredTensor, ...]]]:
-    """Pairs every parameter with its tensors, or raises one error with all that does not fit."""
-    problems = ProblemList(str(location.folder))
-    searched = location.index.name if location.index else listed((file.name for file in location.files), 3)
-    plain = location.format == "mindformers"
-    misfit = "wrong shapes"
-    if plain and len(location.files) > 1:
-        misfit = f"parameters in parts, saved on {len(location.files)} ranks, which is not supported yet"
-    sources = {}
-    used: set[str] = set()
-    for mapping in layout.mappings:
-        names = (mapping.name,) if plain else mapping.sources
-        shapes = (mapping.shape,) if plain else mapping.source_shapes
-        used.update(names)
-        for name, shape in zip(names, shapes, strict=True):
-            if name in found:
-                _check_tensor(found[name], tuple(shape), misfit, problems)
-            else:
-                needed_for = "" if plain else f" (for {mapping.name})"
-                problems.add(f"tensors missing from {searched}", f"{name}{needed_for}")
-        sources[mapping.name] = (mapping, tuple(found[name][0] for name in names if name in found))
-    for name, original in layout.copies:
-        if name in found and original in found:
-            _check_tensor(found[name], found[original][0].shape, misfit, problems)
-    for name, tensors in found.items():
-        if name not in used and _skip_reason(layout, name, found) is None:
-            problems.add("left over tensors, which the model does not have", tensors[0].where)
-    problems.raise_if_any()
-    return sources
-
-
-def _check_tensor(tensors: list[StoredTensor], shape: tuple[int, ...], misfit: str, problems: ProblemList) -> None:
-    """Notes a wrong shape under ``misfit``, and wrong types, of one tensor in all files that hold it."""
-    for tensor in tensors:
-        if tensor.shape != shape:
-            problems.add(misfit, f"{tensor.where} is {list(tensor.shape)}, expected {list(shape)}")
-            break
-    for tensor in tensors:
-        if tensor.dtype not in WEIGHT_DTYPES:
-            problems.add(f"types other than {', '.join(WEIGHT_DTYPES)}", f"{tensor.where} is {tensor.dtype}")
-            break
-
-
-def _skip_reason(layout: WeightLayout, name: str, found: Found) -> str | None:
-    for copy, original in layout.copies:
-        if name == copy and original in found:
-            return f"a copy of {original}"
-    return next((reason for pattern, reason in layout.skippable if re.fullmatch(pattern, name)), None)
-
-
-def _report(
-    location: Location,
-    layout: WeightLayout,
-    sources: dict[str, tuple[WeightMapping, tuple[StoredTensor, ...]]],
-    found: Found,
-) -> CheckReport:
-    used = {tensor.name: tensor for _, tensors in sources.values() for tensor in tensors}
+def _report(location: Location, layout: WeightLayout, matches: dict[str, Match], found: Found) -> CheckReport:
+    used = {tensor.name: tensor for match in matches.values() for tensor in match.tensors}
     skipped = tuple(
-        (name, tensors[0].file.label, _skip_reason(layout, name, found) or "")
+        (tensors[0].name, tensors[0].file.label, skip_reason(layout, name, found) or "")
         for name, tensors in found.items()
-        if name not in used
+        if tensors[0].name not in used
     )
     return CheckReport(
         format=location.format,
@@ -291,7 +197,7 @@ def _report(
         files=location.files,
         step=location.step,
         num_parameters=len(layout.mappings),
-        num_values=sum(int(np.prod(mapping.shape, dtype=np.int64)) for mapping in layout.mappings),
+        num_values=sum(math.prod(mapping.shape) for mapping in layout.mappings),
         stored_bytes=sum(tensor.nbytes for tensor in used.values()),
         dtypes=dict(Counter(tensor.dtype for tensor in used.values())),
         skipped=skipped,

@@ -5,6 +5,7 @@ Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header le
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from types import TracebackType
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from mindformers_ext.checkpoint.convert import pieces, scatter, widen_bfloat16, widen_into
 from mindformers_ext.checkpoint.errors import CheckpointError, listed
 from mindformers_ext.checkpoint.files import parse_json_object
 
@@ -34,7 +36,8 @@ _STORED_TYPES = {
     "U8": "u1",
     "BOOL": "?",
 }
-WEIGHT_DTYPES = ("F32", "F16", "BF16")
+# Stored types that a parameter of a type is read from.
+READABLE = {"float32": ("F32", "F16", "BF16"), "int32": ("I64", "I32")}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 _FOREIGN_STARTS = (
@@ -43,13 +46,6 @@ _FOREIGN_STARTS = (
     (b"PK\x03\x04", "is a zip archive (a PyTorch pickle file?); only safetensors is read"),
     (b"<", "is a web page, not weights: the download failed"),
 )
-
-
-def widen_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """Turns bfloat16 bits (uint16, any shape) into the float32 array of the same values, exactly."""
-    values = np.empty(bits.shape, np.float32)
-    np.left_shift(bits, np.uint32(16), out=values.view(np.uint32), dtype=np.uint32)
-    return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +73,15 @@ class StoredTensor:
         """Name of the tensor and of its file, for messages."""
         return f"{self.name} in {self.file.label}"
 
-    def map(self) -> np.ndarray:
-        """Returns the tensor as a read-only array over the file, BF16 as its bits (uint16).
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
 
-        The mapping covers this tensor only and ends with the array.
+    def window(self, first: int, count: int) -> np.ndarray:
+        """Returns ``count`` values from position ``first`` on (C order) as a read-only flat array over the file.
+
+        BF16 comes as its bits (uint16). The mapping covers these values only and ends with the array.
 
         Raises:
             CheckpointError: if numpy has no such type, or the file became shorter since it was opened.
@@ -88,43 +89,61 @@ class StoredTensor:
         stored = _STORED_TYPES.get(self.dtype)
         if stored is None:
             raise CheckpointError(f"{self.where} has type {self.dtype}, which is not supported")
-        if not self.nbytes:
-            return np.empty(self.shape, stored)
-        offset = self.start % mmap.ALLOCATIONGRANULARITY
+        width = np.dtype(stored).itemsize
+        if not count:
+            return np.empty(0, stored)
+        start = self.start + first * width
+        offset = start % mmap.ALLOCATIONGRANULARITY
         try:
             mapped = mmap.mmap(
-                self.file.descriptor, offset + self.nbytes, access=mmap.ACCESS_READ, offset=self.start - offset
+                self.file.descriptor, offset + count * width, access=mmap.ACCESS_READ, offset=start - offset
             )
         except ValueError as error:
             raise CheckpointError(f"{self.file.path} became shorter while {self.name} was read") from error
         if hasattr(mmap, "MADV_WILLNEED"):
             mapped.madvise(mmap.MADV_WILLNEED)
-        return np.frombuffer(mapped, stored, count=self.nbytes // np.dtype(stored).itemsize, offset=offset).reshape(
-            self.shape
-        )
+        return np.frombuffer(mapped, stored, count=count, offset=offset)
 
-    def float32(self) -> np.ndarray:
-        """Returns the values as float32: read-only over the file for F32, a new array for F16 and BF16.
+    def read_into(self, target: np.ndarray) -> None:
+        """Writes the values into an array of any shape and strides, in C order; BF16 as the numbers it stands for.
 
         Raises:
-            CheckpointError: if the tensor has another type.
+            CheckpointError: if an integer does not fit the target's type, or the file became shorter.
         """
-        if self.dtype not in WEIGHT_DTYPES:
-            raise CheckpointError(f"{self.where} has type {self.dtype}; a weight is one of {', '.join(WEIGHT_DTYPES)}")
-        if self.dtype == "BF16":
-            return widen_bfloat16(self.map())
-        return self.map().astype(np.float32, copy=False)
+        for index, first, count in pieces(target.shape):
+            part = target[index]
+            values = self.window(first, count).reshape(part.shape)
+            if target.dtype.kind == "i" and target.itemsize < values.itemsize:
+                self._check_range(values, target.dtype)
+            scatter(values, part, widen_into if self.dtype == "BF16" else _copy)
 
-    def pieces(self, size: int) -> Iterator[np.ndarray]:
-        """Yields the values in order, float32, at most ``size`` of them at a time; see `float32`."""
-        values = self.map().reshape(-1)
-        for start in range(0, values.size, size):
-            piece = values[start : start + size]
+    def _check_range(self, values: np.ndarray, dtype: np.dtype) -> None:
+        low, high = int(values.min()), int(values.max())
+        limits = np.iinfo(dtype)
+        if low < limits.min or high > limits.max:
+            worst = low if low < limits.min else high
+            raise CheckpointError(f"{self.where} holds {worst}, which is no {dtype.name}")
+
+    def values(self, size: int) -> Iterator[np.ndarray]:
+        """Yields the values of a float tensor in order, as float32, at most ``size`` of them at a time."""
+        for first in range(0, self.size, size):
+            piece = self.window(first, min(size, self.size - first))
             yield widen_bfloat16(piece) if self.dtype == "BF16" else piece.astype(np.float32, copy=False)
 
     def read(self) -> np.ndarray:
-        """Returns a new array of the stored type; BF16 becomes float32."""
-        return widen_bfloat16(self.map()) if self.dtype == "BF16" else np.array(self.map(), order="C")
+        """Returns a new array of the stored type; BF16 becomes float32.
+
+        Raises:
+            CheckpointError: if numpy has no such type, or the file became shorter.
+        """
+        stored = self.window(0, 0).dtype
+        array = np.empty(self.shape, np.float32 if self.dtype == "BF16" else stored)
+        self.read_into(array)
+        return array
+
+
+def _copy(values: np.ndarray, target: np.ndarray) -> None:
+    np.copyto(target, values, casting="same_kind")
 
 
 class TensorFile:

@@ -1,4 +1,4 @@
-"""Write a safetensors file one tensor at a time, so that saving needs the memory of one tensor."""
+"""Write a safetensors file one tensor at a time and piece by piece, so that saving needs no copy of a tensor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from mindformers_ext.checkpoint.convert import pieces
 
 # numpy's name of a type -> safetensors' name and bytes of a value. numpy knows bfloat16 only when a library such as
 # MindSpore registered it.
@@ -28,7 +30,6 @@ _TYPES = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def write_tensors(
     Args:
         path: the file, which must not exist.
         specs: the tensors.
-        read: returns the values of a tensor, in the type of its spec; uint16 bits are taken for bfloat16.
+        read: returns the values of a tensor in C order, of any shape and strides: in the type of its spec, as float32
+            that is rounded to it, or as int32 for int64.
         metadata: texts for the header.
 
     Raises:
@@ -81,24 +83,34 @@ def write_tensors(
     with open(path, "xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for spec in ordered:
-            file.write(_raw_bytes(spec, read(spec.name)))
+            array = read(spec.name)
+            _check_announced(spec, array)
+            for index, _, _ in pieces(array.shape):
+                file.write(_raw_bytes(spec, array[index]))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _raw_bytes(spec: TensorSpec, array: np.ndarray) -> memoryview:
-    stored_as = ("bfloat16", "uint16") if spec.dtype == "bfloat16" else (spec.dtype,)
-    if array.shape != spec.shape or array.dtype.name not in stored_as:
-        raise ValueError(
-            f"{spec.name} was announced as {spec.dtype} {spec.shape} and comes as {array.dtype.name} {array.shape}"
-        )
-    if array.dtype.byteorder == ">":
-        array = array.astype(array.dtype.newbyteorder("<"))
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+def _check_announced(spec: TensorSpec, array: np.ndarray) -> None:
+    """Refuses another number of values, or a type that would not become the announced one as it should."""
+    given = array.dtype.name
+    converted = (given, spec.dtype) in (("float32", "float16"), ("float32", "bfloat16"), ("int32", "int64"))
+    if array.size != math.prod(spec.shape) or not (converted or given == spec.dtype):
+        raise ValueError(f"{spec.name} was announced as {spec.dtype} {spec.shape} and comes as {given} {array.shape}")
+
+
+def _raw_bytes(spec: TensorSpec, values: np.ndarray) -> memoryview:
+    if values.dtype.name == "float32":
+        values = narrow(values, spec.dtype, spec.name)
+    elif values.dtype.name != spec.dtype:
+        values = values.astype(spec.dtype)
+    if values.dtype.byteorder == ">":
+        values = values.astype(values.dtype.newbyteorder("<"))
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
 def narrow(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    """Rounds float32 values to nearest even in another type, block by block.
+    """Rounds float32 values to nearest even in another type.
 
     Args:
         values: float32, any shape.
@@ -110,12 +122,8 @@ def narrow(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
     """
     if dtype == "float32":
         return values
-    flat = np.ascontiguousarray(values).reshape(-1)
-    result = np.empty(flat.shape, np.float16 if dtype == "float16" else np.uint16)
-    for start in range(0, flat.size, _CHUNK):
-        block = flat[start : start + _CHUNK]
-        result[start : start + _CHUNK] = _to_float16(block, name) if dtype == "float16" else _to_bfloat16(block)
-    return result.reshape(values.shape)
+    values = np.ascontiguousarray(values, np.float32)
+    return _to_float16(values, name) if dtype == "float16" else _to_bfloat16(values)
 
 
 def _to_float16(values: np.ndarray, name: str) -> np.ndarray:

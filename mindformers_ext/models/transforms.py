@@ -1,17 +1,18 @@
-"""Between HuggingFace's separate projections and the fused ones of this package."""
+"""Where HuggingFace's separate tensors lie in the fused parameters of this package.
+
+Each transformation is written once, as views into the parameter: loading fills them, saving reads them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from mindformers_ext.models.weights import WeightMapping
+from mindformers_ext.models.weights import Sources, WeightMapping
 
 
-def copied(name: str, source: str, *shape: int) -> WeightMapping:
+def copied(name: str, source: str, *shape: int, dtype: str = "float32", keep_float32: bool = False) -> WeightMapping:
     """A parameter that is one HuggingFace tensor as it is."""
-    return WeightMapping(name, shape, (source,), (shape,), lambda tensors: tensors[0], lambda parameter: [parameter])
+    return WeightMapping(name, shape, (source,), (shape,), lambda parameter: [parameter], dtype, keep_float32)
 
 
 def fused_qkv(
@@ -29,17 +30,12 @@ def fused_qkv(
     """
     query, single = groups * heads * dim, groups * dim
 
-    def to_parameter(tensors: Sequence[np.ndarray]) -> np.ndarray:
-        parts = [tensor.reshape(groups, -1, *columns) for tensor in tensors]
-        return np.concatenate(parts, axis=1).reshape(-1, *columns)
-
-    def to_hf(parameter: np.ndarray) -> list[np.ndarray]:
+    def parts(parameter: np.ndarray) -> list[np.ndarray]:
         rows = parameter.reshape(groups, (heads + 2) * dim, *columns)
-        parts = np.split(rows, [heads * dim, (heads + 1) * dim], axis=1)
-        return [np.ascontiguousarray(part.reshape(-1, *columns)) for part in parts]
+        return [rows[:, : heads * dim], rows[:, heads * dim : (heads + 1) * dim], rows[:, (heads + 1) * dim :]]
 
     shapes = ((query, *columns), (single, *columns), (single, *columns))
-    return WeightMapping(name, (query + 2 * single, *columns), sources, shapes, to_parameter, to_hf)
+    return WeightMapping(name, (query + 2 * single, *columns), sources, shapes, parts)
 
 
 def interleaved_gate_up(name: str, sources: tuple[str, str], size: int, columns: tuple[int, ...]) -> WeightMapping:
@@ -51,12 +47,66 @@ def interleaved_gate_up(name: str, sources: tuple[str, str], size: int, columns:
         size: rows of each.
         columns: ``(hidden_size,)`` for weights, ``()`` for biases.
     """
-
-    def to_parameter(tensors: Sequence[np.ndarray]) -> np.ndarray:
-        return np.stack(tensors, axis=1).reshape(-1, *columns)
-
-    def to_hf(parameter: np.ndarray) -> list[np.ndarray]:
-        return [np.ascontiguousarray(parameter[offset::2]) for offset in (0, 1)]
-
     shape = (size, *columns)
-    return WeightMapping(name, (2 * size, *columns), sources, (shape, shape), to_parameter, to_hf)
+    return WeightMapping(
+        name, (2 * size, *columns), sources, (shape, shape), lambda parameter: [parameter[0::2], parameter[1::2]]
+    )
+
+
+def expert_gate_up(
+    name: str, sources: tuple[str, str], stacked: str | None, experts: int, hidden: int, ffn: int
+) -> WeightMapping:
+    """Gate and up projections of all experts, ``[E, H, 2F]``: on the last axis gate, then up (``experts.weight1``).
+
+    Args:
+        name: the fused parameter.
+        sources: names of one expert's gate and up, ``[F, H]`` each, with ``{e}`` for its number, e.g.
+            ``model.layers.0.mlp.experts.{e}.gate_proj.weight``. Checkpoints are saved in this form.
+        stacked: name of the tensor ``[E, 2F, H]`` (gate rows, then up rows) of checkpoints that have one for all
+            experts, or None.
+        experts: number of experts, E.
+        hidden: size of their input, H.
+        ffn: size between the projections, F.
+    """
+
+    def parts(parameter: np.ndarray) -> list[np.ndarray]:
+        return [half.T for expert in parameter for half in (expert[:, :ffn], expert[:, ffn:])]
+
+    names = tuple(source.format(e=index) for index in range(experts) for source in sources)
+    return WeightMapping(
+        name,
+        (experts, hidden, 2 * ffn),
+        names,
+        ((ffn, hidden),) * len(names),
+        parts,
+        alternatives=_stacked(stacked, (experts, 2 * ffn, hidden)),
+    )
+
+
+def expert_down(name: str, source: str, stacked: str | None, experts: int, hidden: int, ffn: int) -> WeightMapping:
+    """Down projections of all experts, ``[E, F, H]`` (``experts.weight2``).
+
+    Args:
+        name: the fused parameter.
+        source: name of one expert's projection, ``[H, F]``, with ``{e}`` for its number. This form is saved.
+        stacked: name of the tensor ``[E, H, F]`` of checkpoints that have one for all experts, or None.
+        experts: number of experts, E.
+        hidden: size of their output, H.
+        ffn: size of their input, F.
+    """
+    names = tuple(source.format(e=index) for index in range(experts))
+    return WeightMapping(
+        name,
+        (experts, ffn, hidden),
+        names,
+        ((hidden, ffn),) * experts,
+        lambda parameter: [expert.T for expert in parameter],
+        alternatives=_stacked(stacked, (experts, hidden, ffn)),
+    )
+
+
+def _stacked(name: str | None, shape: tuple[int, int, int]) -> tuple[Sources, ...]:
+    """The form of one tensor for all experts, transposed against the parameter."""
+    if name is None:
+        return ()
+    return (Sources((name,), (shape,), lambda parameter: [parameter.transpose(0, 2, 1)]),)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,46 +18,38 @@ NORM = "model.norm.weight"
 QKV = tuple(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
 GATE_UP = ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight")
 HEAD = "lm_head.weight"
+NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I8": "i1", "F8_E4M3": "u1"}
 
 
-def _first(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return arrays[0]
-
-
-def _plain(name: str, source: str, shape: tuple[int, ...]) -> WeightMapping:
-    return WeightMapping(name, shape, (source,), (shape,), _first, lambda array: [array])
-
-
-def _interleave(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.stack(arrays, axis=1).reshape(2 * len(arrays[0]), -1)
+def plain(name: str, source: str, shape: tuple[int, ...], **options: Any) -> WeightMapping:
+    """A parameter that is one tensor as it is."""
+    return WeightMapping(name, shape, (source,), (shape,), lambda parameter: [parameter], **options)
 
 
 def make_layout(tied: bool = False) -> WeightLayout:
     qkv_shapes = ((HIDDEN, HIDDEN), (2, HIDDEN), (2, HIDDEN))
     mappings = [
-        _plain("embedding.word_embeddings.weight", EMBEDDING, (VOCAB, HIDDEN)),
+        plain("embedding.word_embeddings.weight", EMBEDDING, (VOCAB, HIDDEN)),
         WeightMapping(
             "decoder.layers.0.self_attention.linear_qkv.weight",
             (HIDDEN + 4, HIDDEN),
             QKV,
             qkv_shapes,
-            np.concatenate,
-            lambda array: np.split(array, [HIDDEN, HIDDEN + 2]),
+            lambda parameter: np.split(parameter, [HIDDEN, HIDDEN + 2]),
         ),
         WeightMapping(
             "decoder.layers.0.mlp.linear_fc1.weight",
             (2 * FFN, HIDDEN),
             GATE_UP,
             ((FFN, HIDDEN), (FFN, HIDDEN)),
-            _interleave,
-            lambda array: [array[0::2], array[1::2]],
+            lambda parameter: [parameter[0::2], parameter[1::2]],
         ),
-        _plain("decoder.final_layernorm.weight", NORM, (HIDDEN,)),
+        plain("decoder.final_layernorm.weight", NORM, (HIDDEN,)),
     ]
     if tied:
         copies = ((HEAD, EMBEDDING), ("output_layer.weight", "embedding.word_embeddings.weight"))
         return WeightLayout(tuple(mappings), copies=copies)
-    mappings.append(_plain("output_layer.weight", HEAD, (VOCAB, HIDDEN)))
+    mappings.append(plain("output_layer.weight", HEAD, (VOCAB, HIDDEN)))
     return WeightLayout(tuple(mappings), ((r"model\.layers\.\d+\.rotary_emb\.inv_freq", "computed"),))
 
 
@@ -72,18 +65,22 @@ def hf_weights() -> dict[str, np.ndarray]:
 
 
 def parameters(hf: Mapping[str, np.ndarray], layout: WeightLayout) -> dict[str, np.ndarray]:
-    """What a model must hold after loading ``hf``."""
-    return {
-        mapping.name: np.array(mapping.to_parameter([hf[source] for source in mapping.sources]))
-        for mapping in layout.mappings
-    }
+    """What a model must hold after loading ``hf``, joined here and not by the layout's views."""
+    joined = {}
+    for mapping in layout.mappings:
+        tensors = [hf[source] for source in mapping.sources]
+        if mapping.sources == GATE_UP:
+            joined[mapping.name] = np.stack(tensors, axis=1).reshape(mapping.shape)
+        else:
+            joined[mapping.name] = np.concatenate(tensors)
+    return joined
 
 
 def to_bytes(array: np.ndarray, dtype: str) -> bytes:
     """Values in a stored type; bfloat16 by cutting, which is exact for `hf_weights`."""
     if dtype == "BF16":
         return (array.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
-    numpy_type = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I32": "<i4", "I8": "i1", "F8_E4M3": "u1"}[dtype]
+    numpy_type = NUMPY_TYPES[dtype]
     return array.astype(numpy_type).tobytes()
 
 
