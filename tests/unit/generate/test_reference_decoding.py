@@ -13,7 +13,7 @@ from mindformers_ext.models import transformer_config
 from mindformers_ext.models.gpt_model import GPTModel
 
 CHECKPOINTS = pathlib.Path(__file__).parents[2] / "data" / "checkpoints"
-FAMILIES = ["llama", "qwen2", "qwen3"]
+FAMILIES = sorted(folder.name for folder in CHECKPOINTS.iterdir())
 NUM_CASES = 5
 BATCHES = ["alone", "in one batch"]
 

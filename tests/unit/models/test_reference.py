@@ -15,7 +15,7 @@ from mindformers_ext.models.gpt_model import GPTModel
 from mindformers_ext.ops import native
 
 CHECKPOINTS = pathlib.Path(__file__).parents[2] / "data" / "checkpoints"
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_untied"]
+FAMILIES = sorted(folder.name for folder in CHECKPOINTS.iterdir())
 
 
 @functools.cache
