@@ -36,7 +36,8 @@ class GPTModel(nn.Cell):
             self.output_layer = Linear(config.hidden_size, config.vocab_size)
         self._parameters_by_name = self.parameters_dict()
         self._rotary = rotary_tables(config)
-        self._needs_pads = set(config.layer_types) != {"full_attention"} or set(config.mlp_layer_types) != {"dense"}
+        # Recurrent layers and compressed blocks follow the order of tokens, whatever a mask says.
+        self.takes_additive_mask = set(config.layer_types) == {"full_attention"}
 
     def construct(
         self,
@@ -53,7 +54,7 @@ class GPTModel(nn.Cell):
             input_ids: int32 ``[B, S]``.
             position_ids: int32 ``[B, S]``; None counts on from the cache.
             attention_mask: None (causal), int ``[B, past + S]`` (1 real, 0 pad, causal besides), or additive float32
-                ``[B or 1, 1, S, past + S]`` (families with full attention and dense MLPs only).
+                ``[B or 1, 1, S, past + S]`` (families with full attention in every layer only).
             past_key_values: state of earlier tokens, from `new_cache`; extended in place.
             labels: int32 ``[B, S]``, the token that follows each input token; -100 does not count.
             logits_to_keep: the last so many positions go through the head; None takes all.
@@ -70,7 +71,7 @@ class GPTModel(nn.Cell):
         positions = None if position_ids is None else position_ids.asnumpy()
         mask = None if attention_mask is None else attention_mask.asnumpy()
         context = ForwardContext(input_ids, positions, mask, past, self._rotary)
-        if context.has_additive_mask and self._needs_pads:
+        if context.has_additive_mask and not self.takes_additive_mask:
             raise ValueError(
                 f"{self.config.model_type} has layers that cannot follow an additive attention_mask; give "
                 f"[{batch}, {past + length}] with 1 for real tokens and 0 for pads"

@@ -76,6 +76,19 @@ class Batch:
         visible &= np.tri(length, dtype=bool)
         return np.where(visible, np.float32(0), MASKED)[:, None]
 
+    def unpacked(self) -> Batch:
+        """Returns the same documents one a row, as long as the longest, for models that cannot keep them apart."""
+        index = np.arange(len(self.documents))[:, None] * (self.documents.max() + 1) + self.documents
+        real = self.documents > 0
+        numbers, rows, lengths = np.unique(index[real], return_inverse=True, return_counts=True)
+        columns = self.position_ids[real]
+        shape = (len(numbers), int(lengths.max()))
+        input_ids, documents = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        labels = np.full(shape, IGNORE_INDEX, np.int32)
+        input_ids[rows, columns], labels[rows, columns] = self.input_ids[real], self.labels[real]
+        documents[rows, columns] = 1
+        return Batch(input_ids, labels, documents)
+
 
 class TrainDataset(Protocol):
     """What the training loop asks of a dataset: an endless, addressable stream of samples."""

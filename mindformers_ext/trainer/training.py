@@ -144,6 +144,8 @@ def gradient_function(
     differentiated = ms.value_and_grad(forward, None, list(params))
 
     def loss_and_grads(batch: Batch, weight: float) -> tuple[float, tuple[Tensor, ...]]:
+        if not getattr(model, "takes_additive_mask", True):
+            batch = batch.unpacked()
         mask = batch.attention_mask
         loss, grads = differentiated(
             Tensor(batch.input_ids),

@@ -192,3 +192,26 @@ def test_unusable_options_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"no documents in .*empty\.jsonl"):
         build_dataset("JsonlDataset", str(tmp_path / "empty.jsonl"), ByteTokenizer(), 8)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=4))
+def test_unpacking_gives_every_document_a_row_and_loses_nothing(blocks):
+    width = max(sum(sizes) for sizes in blocks) + 1
+    shape = (len(blocks), width)
+    documents = np.zeros(shape, np.int32)
+    for row, sizes in zip(documents, blocks, strict=True):
+        numbers = np.repeat(np.arange(1, len(sizes) + 1), sizes)
+        row[: len(numbers)] = np.unique(numbers, return_inverse=True)[1] + 1
+    values = np.arange(documents.size, dtype=np.int32).reshape(shape)
+    batch = Batch(values, np.where(documents > 0, values + 1, IGNORE_INDEX), documents)
+    expected = [
+        values[row][documents[row] == number].tolist()
+        for row in range(len(blocks))
+        for number in range(1, documents[row].max() + 1)
+    ]
+    if not expected:
+        return
+    single = batch.unpacked()
+    assert [row[mark > 0].tolist() for row, mark in zip(single.input_ids, single.documents, strict=True)] == expected
+    assert [row[row >= 0].tolist() for row in single.labels] == [[v + 1 for v in row] for row in expected]
+    assert (single.num_counted, single.num_tokens, single.attention_mask) == (batch.num_counted, batch.num_tokens, None)
