@@ -8,53 +8,6 @@ namespace {
 
 using namespace mfx;
 
-// out[i][j] = x[i] . w[j] for M rows of x and R rows of w. Sums run over k in the same order for every M and R.
-template <int M, int R>
-inline void dot_block(const float* x, const float* w, const float* bias, float* out, int64_t n, int64_t k) {
-  vec acc[M][R] = {};
-  int64_t at = 0;
-  for (; at + kLanes <= k; at += kLanes) {
-    vec weights[R];
-    for (int j = 0; j < R; ++j) weights[j] = load(w + j * k + at);
-    for (int i = 0; i < M; ++i) {
-      const vec row = load(x + i * k + at);
-      for (int j = 0; j < R; ++j) acc[i][j] += row * weights[j];
-    }
-  }
-  for (int i = 0; i < M; ++i) {
-    for (int j = 0; j < R; ++j) {
-      if (at < k) acc[i][j] += load_part(x + i * k + at, k - at, 0) * load_part(w + j * k + at, k - at, 0);
-      out[i * n + j] = sum(acc[i][j]) + (bias ? bias[j] : 0);
-    }
-  }
-}
-
-template <int R>
-inline void dot_rows(const float* x, const float* w, const float* bias, float* out, int64_t m, int64_t n, int64_t k) {
-  int64_t i = 0;
-  for (; i + 4 <= m; i += 4) dot_block<4, R>(x + i * k, w, bias, out + i * n, n, k);
-  if (m - i == 3) dot_block<3, R>(x + i * k, w, bias, out + i * n, n, k);
-  if (m - i == 2) dot_block<2, R>(x + i * k, w, bias, out + i * n, n, k);
-  if (m - i == 1) dot_block<1, R>(x + i * k, w, bias, out + i * n, n, k);
-}
-
-inline float inverse_rms(const float* x, int64_t dim, float eps) {
-  vec squares = {};
-  int64_t at = 0;
-  for (; at + kLanes <= dim; at += kLanes) squares += load(x + at) * load(x + at);
-  if (at < dim) {
-    const vec last = load_part(x + at, dim - at, 0);
-    squares += last * last;
-  }
-  return 1 / __builtin_sqrtf(sum(squares) / dim + eps);
-}
-
-inline void scale_by(const float* x, float factor, const float* weight, float* out, int64_t dim) {
-  int64_t at = 0;
-  for (; at + kLanes <= dim; at += kLanes) store(out + at, load(x + at) * factor * load(weight + at));
-  for (; at < dim; ++at) out[at] = x[at] * factor * weight[at];
-}
-
 inline void norm_and_rotate(const float* x, const float* weight, float eps, const float* cos, const float* sin, float* out,
                             int64_t dim) {
   const float factor = weight ? inverse_rms(x, dim, eps) : 1;
@@ -65,37 +18,6 @@ inline void norm_and_rotate(const float* x, const float* weight, float eps, cons
     out[i] = first * cos[i] - second * sin[i];
     out[i + half] = second * cos[i + half] + first * sin[i + half];
   }
-}
-
-// out = softmax(scale * scores + bias) over `slots`; `out` may be `scores`.
-inline void softmax(const float* scores, const float* bias, float scale, float* out, int64_t slots) {
-  vec tops = vec{} - __builtin_inff();
-  int64_t at = 0;
-  for (; at + kLanes <= slots; at += kLanes) {
-    const vec value = load(scores + at) * scale + load(bias + at);
-    store(out + at, value);
-    tops = value > tops ? value : tops;
-  }
-  float highest = tops[0];
-  for (int i = 1; i < kLanes; ++i) highest = std::max(highest, tops[i]);
-  for (; at < slots; ++at) {
-    out[at] = scores[at] * scale + bias[at];
-    highest = std::max(highest, out[at]);
-  }
-  vec totals = {};
-  for (at = 0; at + kLanes <= slots; at += kLanes) {
-    const vec value = exp(load(out + at) - highest);
-    store(out + at, value);
-    totals += value;
-  }
-  if (at < slots) {
-    const vec value = exp(load_part(out + at, slots - at, highest - 1000) - highest);
-    store_part(out + at, value, slots - at);
-    totals += value;
-  }
-  const float inverse = 1 / sum(totals);
-  for (at = 0; at + kLanes <= slots; at += kLanes) store(out + at, load(out + at) * inverse);
-  for (; at < slots; ++at) out[at] *= inverse;
 }
 
 }  // namespace
