@@ -15,23 +15,27 @@ from mindspore import Tensor
 
 from mindformers_ext.ops import autograd, host, native, reference
 from mindformers_ext.ops.backend import device_target, recording_gradient
+from mindformers_ext.ops.latent_attention import absorbed_attention, latent_heads, split_latent
 from mindformers_ext.ops.moe import Routing, experts, route
 from mindformers_ext.ops.reference import embedding
 
 __all__ = [
     "Routing",
+    "absorbed_attention",
     "add_rms_norm",
     "attention",
     "cross_entropy",
     "describe",
     "embedding",
     "experts",
+    "latent_heads",
     "linear",
     "move_rows",
     "qkv_heads",
     "rms_norm",
     "route",
     "sigmoid",
+    "split_latent",
     "swiglu",
     "unit_offset",
     "write_slots",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mindformers_ext.ops.moe import Pairs
 
 # With more rows a product is bound by arithmetic, at which MindSpore is better.
-_MAX_ROWS = 32
+MAX_ROWS = 32
 
 _library: ctypes.CDLL | None = None
 _searched = False
@@ -50,7 +50,7 @@ def _dense(tensor: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `mindformers_ext.ops.linear`."""
     rows, size = x.shape
-    if rows > _MAX_ROWS:
+    if rows > MAX_ROWS:
         return reference.linear(x, weight, bias)
     x = _dense(x)
     out = np.empty((rows, weight.shape[0]), np.float32)

@@ -32,6 +32,10 @@ _SIGNATURES = {
     "mfx_qkv_heads": (*[_POINTER] * 8, *[_INT] * 5, _FLOAT),
     "mfx_attention_weights": (*[_POINTER] * 2, *[_INT] * 5, _FLOAT),
     "mfx_attend": (*[_POINTER] * 6, *[_INT] * 6, _FLOAT),
+    "mfx_split_latent": (*[_POINTER] * 7, *[_INT] * 5, _FLOAT),
+    "mfx_absorb_query": (*[_POINTER] * 5, *[_INT] * 8),
+    "mfx_attend_latent": (*[_POINTER] * 5, *[_INT] * 6, _FLOAT),
+    "mfx_latent_values": (*[_POINTER] * 3, *[_INT] * 5),
 }
 
 
