@@ -20,36 +20,45 @@ inline void rotate(const float* x, const float* cos, const float* sin, float* ou
   }
 }
 
-// out[m] += sum over r of factors[m][r] * rows[r], for M outputs of `size` and R rows.
-template <int M, int R>
-inline void add_rows(const float* factors, int64_t factor_stride, const float* rows, int64_t row_stride, float* out,
-                     int64_t out_stride, int64_t size) {
-  int64_t at = 0;
-  for (; at + kLanes <= size; at += kLanes) {
-    vec values[R];
-    for (int r = 0; r < R; ++r) values[r] = load(rows + r * row_stride + at);
+// out[m] += sum over r of factors[m][r] * rows[r], for M outputs of V vectors, which stay in registers.
+template <int M, int V>
+inline void mix_tile(const float* factors, int64_t factor_stride, const float* rows, int64_t row_stride, int64_t count,
+                     float* out, int64_t out_stride) {
+  vec total[M][V];
+  for (int m = 0; m < M; ++m) {
+    for (int v = 0; v < V; ++v) total[m][v] = load(out + m * out_stride + v * kLanes);
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    vec values[V];
+    for (int v = 0; v < V; ++v) values[v] = load(rows + r * row_stride + v * kLanes);
     for (int m = 0; m < M; ++m) {
-      vec total = load(out + m * out_stride + at);
-      for (int r = 0; r < R; ++r) total += values[r] * factors[m * factor_stride + r];
-      store(out + m * out_stride + at, total);
+      for (int v = 0; v < V; ++v) total[m][v] += values[v] * factors[m * factor_stride + r];
     }
   }
-  for (; at < size; ++at) {
-    for (int m = 0; m < M; ++m) {
-      for (int r = 0; r < R; ++r) out[m * out_stride + at] += factors[m * factor_stride + r] * rows[r * row_stride + at];
-    }
+  for (int m = 0; m < M; ++m) {
+    for (int v = 0; v < V; ++v) store(out + m * out_stride + v * kLanes, total[m][v]);
   }
 }
 
 template <int M>
 inline void mix_block(const float* factors, int64_t factor_stride, const float* rows, int64_t row_stride, int64_t count,
                       float* out, int64_t out_stride, int64_t size) {
-  int64_t r = 0;
-  for (; r + 4 <= count; r += 4) {
-    add_rows<M, 4>(factors + r, factor_stride, rows + r * row_stride, row_stride, out, out_stride, size);
+  constexpr int kWide = 8 / M;
+  int64_t at = 0;
+  for (; at + kWide * kLanes <= size; at += kWide * kLanes) {
+    mix_tile<M, kWide>(factors, factor_stride, rows + at, row_stride, count, out + at, out_stride);
   }
-  for (; r < count; ++r) {
-    add_rows<M, 1>(factors + r, factor_stride, rows + r * row_stride, row_stride, out, out_stride, size);
+  for (; at + kLanes <= size; at += kLanes) {
+    mix_tile<M, 1>(factors, factor_stride, rows + at, row_stride, count, out + at, out_stride);
+  }
+  for (; at < size; ++at) {
+    for (int m = 0; m < M; ++m) {
+      float total = out[m * out_stride + at];
+      for (int64_t r = 0; r < count; ++r) {
+        total = __builtin_fmaf(rows[r * row_stride + at], factors[m * factor_stride + r], total);
+      }
+      out[m * out_stride + at] = total;
+    }
   }
 }
 
@@ -58,10 +67,12 @@ inline void mix_rows(const float* factors, int64_t factor_stride, const float* r
                      float* out, int64_t out_stride, int64_t size, int64_t m) {
   int64_t i = 0;
   for (; i + 4 <= m; i += 4) {
-    mix_block<4>(factors + i * factor_stride, factor_stride, rows, row_stride, count, out + i * out_stride, out_stride, size);
+    mix_block<4>(factors + i * factor_stride, factor_stride, rows, row_stride, count, out + i * out_stride, out_stride,
+                 size);
   }
   for (; i < m; ++i) {
-    mix_block<1>(factors + i * factor_stride, factor_stride, rows, row_stride, count, out + i * out_stride, out_stride, size);
+    mix_block<1>(factors + i * factor_stride, factor_stride, rows, row_stride, count, out + i * out_stride, out_stride,
+                 size);
   }
 }
 
