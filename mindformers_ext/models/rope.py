@@ -83,14 +83,27 @@ def _yarn(
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return mscale(float(parameters["mscale"])) / mscale(float(parameters["mscale_all_dim"]))
-    return mscale(1.0)
+        return _mscale(factor, float(parameters["mscale"])) / _mscale(factor, float(parameters["mscale_all_dim"]))
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def attention_mscale(rope: RopeParameters) -> float:
+    """Factor of queries and keys of latent attention in all their dimensions: DeepSeek-V3's released code.
+
+    Raises:
+        ValueError: ``mscale_all_dim`` stands without ``factor``.
+    """
+    weight = rope.scaling.get("mscale_all_dim")
+    if rope.rope_type == "default" or not weight:
+        return 1.0
+    return _mscale(_required(rope, "factor"), float(weight))
 
 
 class RotaryTable:

@@ -38,6 +38,22 @@ def fused_qkv(
     return WeightMapping(name, (query + 2 * single, *columns), sources, shapes, parts)
 
 
+def joined_rows(name: str, sources: tuple[str, str], sizes: tuple[int, int], columns: tuple[int, ...]) -> WeightMapping:
+    """Two projections of one input, the rows of the first above those of the second.
+
+    Args:
+        name: the fused parameter.
+        sources: names of both.
+        sizes: rows of each.
+        columns: ``(hidden_size,)`` for weights, ``()`` for biases.
+    """
+    first, second = sizes
+    shapes = ((first, *columns), (second, *columns))
+    return WeightMapping(
+        name, (first + second, *columns), sources, shapes, lambda parameter: [parameter[:first], parameter[first:]]
+    )
+
+
 def interleaved_gate_up(name: str, sources: tuple[str, str], size: int, columns: tuple[int, ...]) -> WeightMapping:
     """Gate and up projections whose rows alternate: gate 0, up 0, gate 1, up 1, ...
 
