@@ -70,9 +70,7 @@ def _delta_net_plan(config: TransformerConfig) -> Plan:
     if sizes is None:
         return ()
     heads = sizes.linear_num_value_heads
-    keys = Block(
-        sizes.linear_num_key_heads * sizes.linear_key_head_dim, unit=sizes.linear_key_head_dim, copied=True
-    )
+    keys = Block(sizes.linear_num_key_heads * sizes.linear_key_head_dim, unit=sizes.linear_key_head_dim, copied=True)
     values = Block(heads * sizes.linear_value_head_dim, unit=sizes.linear_value_head_dim)
     return (
         ("*.self_attention.in_proj.weight", Shard(0, blocks=(keys, keys, values, values, Block(heads), Block(heads)))),
