@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from mindformers_ext.models.config import TransformerConfig
-from mindformers_ext.parallel.plan import Block, FirstOnly, Plan, Shard, split_evenly
+from mindformers_ext.parallel.plan import Block, FirstOnly, Plan, Rule, Shard, split_evenly
 
 # Experts are split over the ranks of expert parallelism.
 EXPERT_PLAN: Plan = (("*.mlp.experts.weight?", Shard(0)),)
@@ -44,7 +45,7 @@ def _attention_plan(config: TransformerConfig) -> Plan:
     if config.mla is not None:
         mla = config.mla
         head = mla.qk_head_dim + mla.qk_pos_emb_head_dim
-        rules = [
+        rules: list[tuple[str, Rule]] = [
             proj,
             ("*.self_attention.linear_qb.weight", Shard(0, unit=head)),
             ("*.self_attention.linear_kvb.weight", Shard(0, unit=mla.qk_head_dim + mla.v_head_dim)),
@@ -56,8 +57,8 @@ def _attention_plan(config: TransformerConfig) -> Plan:
             rules.append(("*.self_attention.linear_qkv.*", Shard(0, blocks=(queries, latents))))
         return tuple(rules)
     dim, heads = config.kv_channels, config.heads_per_group
-    queries = (Block(heads * dim, unit=dim),) * (2 if config.attention_output_gate else 1)
-    fused = Shard(0, blocks=(*queries, Block(2 * dim, unit=0)), groups=config.num_query_groups)
+    query_rows = (Block(heads * dim, unit=dim),) * (2 if config.attention_output_gate else 1)
+    fused = Shard(0, blocks=(*query_rows, Block(2 * dim, unit=0)), groups=config.num_query_groups)
     return (
         proj,
         ("*.self_attention.linear_qkv.*", fused),
@@ -164,7 +165,7 @@ def local_config(
         begin, end = split_evenly(size, tp, tp_index)
         return end - begin
 
-    changes: dict[str, object] = {
+    changes: dict[str, Any] = {
         "num_attention_heads": config.num_attention_heads // tp,
         "num_query_groups": max(1, config.num_query_groups // tp),
         "ffn_hidden_size": part(config.ffn_hidden_size),

@@ -14,6 +14,7 @@ import numpy as np
 from mindspore import Tensor
 
 from mindformers_ext.ops import autograd, host, native, reference
+from mindformers_ext.ops.attention_parts import join_weights, partial_attention
 from mindformers_ext.ops.backend import device_target, recording_gradient
 from mindformers_ext.ops.latent_attention import absorbed_attention, latent_heads, split_latent
 from mindformers_ext.ops.moe import Routing, experts, route
@@ -28,9 +29,11 @@ __all__ = [
     "describe",
     "embedding",
     "experts",
+    "join_weights",
     "latent_heads",
     "linear",
     "move_rows",
+    "partial_attention",
     "qkv_heads",
     "rms_norm",
     "route",

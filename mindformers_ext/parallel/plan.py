@@ -76,7 +76,7 @@ class Shard:
                 return ((begin * size, end * size),)
         sharing = parts // self.groups
         start, found = index // sharing * size, []
-        for block in self.blocks or (Block(length, self.unit),):
+        for block in self.blocks or (Block(size, self.unit),):
             begin, end = block.range(sharing, index % sharing)
             if begin < end:
                 found.append((start + begin, start + end))
@@ -136,8 +136,8 @@ class Region:
     def take(self, array: np.ndarray) -> np.ndarray:
         """Returns this part of the whole array, C-contiguous; a view where it is one piece from the start on."""
         for dim, pieces in enumerate(self.ranges):
-            before = (slice(None),) * dim
-            parts = [array[(*before, slice(begin, end))] for begin, end in pieces]
+            before: tuple[slice, ...] = (slice(None),) * dim
+            parts = [array[before + (slice(begin, end),)] for begin, end in pieces]
             array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=dim)
         return np.ascontiguousarray(array)
 
@@ -148,8 +148,8 @@ class Region:
             grown = []
             start = 0
             for begin, end in pieces:
-                here = (slice(begin, end), slice(start, start + end - begin))
-                grown += [((*whole, here[0]), (*part, here[1])) for whole, part in found]
+                there, here = slice(begin, end), slice(start, start + end - begin)
+                grown += [((*whole, there), (*part, here)) for whole, part in found]
                 start += end - begin
             found = grown
         return found
