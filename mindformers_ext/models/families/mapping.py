@@ -36,7 +36,6 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swiglu"),
     "activation_func": ("silu", "swiglu"),
     "use_sliding_window": (False, None),
-    "quantization_config": (None,),
     "partial_rotary_factor": (1, None),
     "gated_linear_unit": (True,),
     "normalization": ("RMSNorm",),
@@ -44,6 +43,9 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "num_experts": (0, None),
     "is_encoder_decoder": (False, None),
 }
+
+# How the weights are stored; they are computed with in float32.
+_QUANTIZATION = "quantization_config"
 
 # Keys without effect on a forward in float32.
 _WITHOUT_EFFECT = {
@@ -82,6 +84,8 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
         if key in _MUST_BE:
             if value not in _MUST_BE[key]:
                 raise ValueError(f"{where}: {key}: {value!r} is not supported for {family.model_type}")
+        elif key == _QUANTIZATION:
+            _check_quantization(value, where)
         elif key in _ROPE_KEYS:
             rope[key] = value
         elif target in _FIELDS and key not in _WITHOUT_EFFECT:
@@ -100,6 +104,25 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
     return mapped | ({"rope": _flat_rope(rope, where)} if rope else {})
 
 
+def _check_quantization(value: Any, where: str) -> None:
+    """Accepts the weights that `checkpoint` reads: FP8 in blocks with a scale each, experts perhaps in FP4."""
+    if value is None:
+        return
+    where = f"{where}: {_QUANTIZATION}"
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} must be a mapping, not {value!r}")
+    method, block, scales = value.get("quant_method"), value.get("weight_block_size"), value.get("scale_fmt")
+    if method != "fp8":
+        raise ValueError(
+            f"{where}.quant_method {method!r} is not supported; use weights in bfloat16, or fp8 with scales for blocks"
+        )
+    sizes = block if isinstance(block, (list, tuple)) else ()
+    if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(f"{where}.weight_block_size must be the two sides of a block, e.g. [128, 128], not {block!r}")
+    if scales not in (None, "float", "ue8m0"):
+        raise ValueError(f"{where}.scale_fmt {scales!r} is not supported; known are float and ue8m0")
+
+
 def _put(found: dict[str, tuple[str, Any]], target: str, key: str, value: Any, where: str) -> None:
     other = found.setdefault(target, (key, value))
     if other[1] != value:
@@ -113,7 +136,17 @@ def _report_unused(keys: Sequence[str], family: Family, where: str) -> None:
     if where != YAML:
         logger.info("%s: not needed here: %s", where, ", ".join(sorted(keys)))
         return
-    known = {*_OTHER_KEYS, *family.aliases, *_FIELDS, *_MUST_BE, *_WITHOUT_EFFECT, *_ROPE_KEYS, *_DROPOUTS, *_DTYPES}
+    known = {
+        *_OTHER_KEYS,
+        *family.aliases,
+        *_FIELDS,
+        *_MUST_BE,
+        _QUANTIZATION,
+        *_WITHOUT_EFFECT,
+        *_ROPE_KEYS,
+        *_DROPOUTS,
+        *_DTYPES,
+    }
     for key in keys:
         meant = None if key in known else _meant(key, known - _OTHER_KEYS)
         if meant is not None:
