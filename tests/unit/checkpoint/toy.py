@@ -18,7 +18,8 @@ NORM = "model.norm.weight"
 QKV = tuple(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
 GATE_UP = ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight")
 HEAD = "lm_head.weight"
-NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I8": "i1"}
+NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BOOL": "?"}
+NUMPY_TYPES |= {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"}
 # Stored as the codes that are given.
 CODES = ("U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
 
