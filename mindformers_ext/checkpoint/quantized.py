@@ -84,13 +84,17 @@ class QuantizedTensor:
         for index, first, count in pieces(target.shape, _PIECE):
             part = target[index]
             start, stop = first // columns, -(-(first + count) // columns)
-            values = self._rows(start, stop).reshape(-1)[first - start * columns :][:count]
+            if part.flags.c_contiguous and count == (stop - start) * columns:
+                self._decode(start, part.reshape(-1, columns))
+                continue
+            rows = np.empty((stop - start, columns), np.float32)
+            self._decode(start, rows)
+            values = rows.reshape(-1)[first - start * columns :][:count]
             scatter(values.reshape(part.shape), part, _copy)
 
-    def _rows(self, start: int, stop: int) -> np.ndarray:
-        """Decoded rows of the tensor as a matrix, whatever its axes before the last are."""
-        columns = self.shape[-1]
-        values = np.empty((stop - start, columns), np.float32)
+    def _decode(self, start: int, values: np.ndarray) -> None:
+        """Fills a contiguous matrix with the rows from ``start`` on, whatever the axes before the last are."""
+        stop, columns = start + len(values), self.shape[-1]
         width = columns if self.codes.dtype in FP8 else columns // 2
         codes = self.codes.window(start * width, (stop - start) * width).reshape(-1, width).view(np.uint8)
         table, out = (TABLES[self.codes.dtype], values) if width == columns else (_PAIRS, values.view(np.uint64))
@@ -101,7 +105,6 @@ class QuantizedTensor:
             rows = slice(row, row + step)
             np.take(table, codes[rows], out=out[rows], mode="wrap")  # mode raise would buffer; no code is out of range
             self._scale(values[rows], factors[scale_row[rows]])
-        return values
 
     def _scale_rows(self, start: int, stop: int) -> tuple[int, np.ndarray]:
         """First row of scales of some rows, and each row's distance from it."""
