@@ -36,7 +36,6 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swiglu"),
     "activation_func": ("silu", "swiglu"),
     "use_sliding_window": (False, None),
-    "quantization_config": (None,),
     "partial_rotary_factor": (1, None),
     "gated_linear_unit": (True,),
     "normalization": ("RMSNorm",),
@@ -44,6 +43,9 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "num_experts": (0, None),
     "is_encoder_decoder": (False, None),
 }
+
+# How the weights are stored; they are computed with in float32.
+_QUANTIZATION = "quantization_config"
 
 # Keys without effect on a forward in float32.
 _WITHOUT_EFFECT = {
@@ -104,6 +106,8 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
         elif key in fixed:
             if value not in fixed[key]:
                 raise ValueError(f"{where}: {key}: {value!r} is not supported for {family.model_type}")
+        elif key == _QUANTIZATION:
+            _check_quantization(value, where)
         elif key in _ROPE_KEYS:
             rope[key] = value
         elif key == "layer_types" and set(value or ()) - {"full_attention"}:
@@ -126,6 +130,25 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
     return mapped | ({"rope": _flat_rope(rope, where, partial)} if rope else {})
 
 
+def _check_quantization(value: Any, where: str) -> None:
+    """Accepts the weights that `checkpoint` reads: FP8 in blocks with a scale each, experts perhaps in FP4."""
+    if value is None:
+        return
+    where = f"{where}: {_QUANTIZATION}"
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} must be a mapping, not {value!r}")
+    method, block, scales = value.get("quant_method"), value.get("weight_block_size"), value.get("scale_fmt")
+    if method != "fp8":
+        raise ValueError(
+            f"{where}.quant_method {method!r} is not supported; use weights in bfloat16, or fp8 with scales for blocks"
+        )
+    sizes = block if isinstance(block, (list, tuple)) else ()
+    if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(f"{where}.weight_block_size must be the two sides of a block, e.g. [128, 128], not {block!r}")
+    if scales not in (None, "float", "ue8m0"):
+        raise ValueError(f"{where}.scale_fmt {scales!r} is not supported; known are float and ue8m0")
+
+
 def _put(found: dict[str, tuple[str, Any]], target: str, key: str, value: Any, where: str) -> None:
     other = found.setdefault(target, (key, value))
     if other[1] != value:
@@ -139,7 +162,7 @@ def _report_unused(keys: Sequence[str], family: Family, where: str) -> None:
     if where != YAML:
         logger.info("%s: not needed here: %s", where, ", ".join(sorted(keys)))
         return
-    fixed = {*_MUST_BE, *family.fixed, *_DROPOUTS, *_DTYPES}
+    fixed = {*_MUST_BE, *family.fixed, *_DROPOUTS, *_DTYPES, _QUANTIZATION}
     harmless = {*_OTHER_KEYS, *_WITHOUT_EFFECT, *family.without_effect}
     known = {*_known_fields(family), *family.aliases, *family.extra_keys, *_ROPE_KEYS, *fixed, *harmless}
     for key in keys:
