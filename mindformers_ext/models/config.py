@@ -277,6 +277,13 @@ class TransformerConfig:
         return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
 
     @property
+    def cache_width(self) -> int:
+        """Numbers that a layer with full attention remembers of a token."""
+        if self.mla is not None:
+            return self.mla.kv_lora_rank + self.mla.qk_pos_emb_head_dim
+        return 2 * self.num_query_groups * self.kv_channels
+
+    @property
     def rotary_dim(self) -> int:
         """Size of the part of a head that is rotated."""
         part = self.mla or self.sparse_attention

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindformers_ext.models.transforms import copied, expert_down, expert_gate_up, fused_qkv, interleaved_gate_up
+from mindformers_ext.models.transforms import (
+    copied,
+    expert_down,
+    expert_gate_up,
+    fused_qkv,
+    interleaved_gate_up,
+    joined_rows,
+)
 from mindformers_ext.models.weights import Sources, WeightMapping
 
 HIDDEN, FFN, EXPERTS = 4, 3, 5
@@ -17,6 +24,7 @@ MAPPINGS = [
     fused_qkv("qkv_bias", ("q", "k", "v"), 2, 3, 4, ()),
     interleaved_gate_up("fc1", ("gate", "up"), 3, (2,)),
     interleaved_gate_up("fc1_bias", ("gate", "up"), 3, ()),
+    joined_rows("joined", ("above", "below"), (3, 4), (2,)),
     GATE_UP,
     DOWN,
 ]
@@ -62,6 +70,12 @@ def test_gate_and_up_rows_alternate() -> None:
     gate, up = tensors_of(mapping.forms[0])
     expected = np.array([gate[0], up[0], gate[1], up[1], gate[2], up[2]])
     np.testing.assert_array_equal(filled(mapping, mapping.forms[0], [gate, up]), expected)
+
+
+def test_rows_of_the_second_projection_follow_those_of_the_first() -> None:
+    mapping = MAPPINGS[5]
+    above, below = tensors_of(mapping.forms[0])
+    np.testing.assert_array_equal(filled(mapping, mapping.forms[0], [above, below]), np.concatenate([above, below]))
 
 
 def test_experts_one_by_one_and_stacked_make_the_same_parameter() -> None:
