@@ -114,7 +114,7 @@ def _sinkhorn(comb: Tensor, iterations: int, eps: float) -> Tensor:
     return comb
 
 
-def _host_sinkhorn(comb: np.ndarray, iterations: int, eps: float) -> tuple[np.ndarray, list[tuple[np.ndarray, ...]]]:
+def _host_sinkhorn(comb: np.ndarray, iterations: int, eps: float) -> tuple[np.ndarray, list[tuple[np.ndarray, Any]]]:
     """Returns the last matrix, and every matrix with the sums that it was divided by."""
     steps = []
     for step in range(2 * iterations - 1):
