@@ -20,13 +20,11 @@ from mindformers_ext.ops.native import hyper_connections as kernels
 _batch_matmul = ops.BatchMatMul()
 _batch_matmul_first_transposed = ops.BatchMatMul(transpose_a=True)
 
-Alphas = tuple[Tensor, Tensor, Tensor]
-
 
 def hyper_collapse(
     streams: Tensor,
     mapping: Tensor,
-    alphas: Alphas,
+    alpha: Tensor,
     bias: Tensor,
     iterations: int,
     eps: float,
@@ -34,14 +32,14 @@ def hyper_collapse(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mixes the streams into the input of a block, and computes how its output will be mixed into them.
 
-    With ``m = streams / rms(streams) mapping^T``: ``pre = sigmoid(alpha_pre m_pre + bias_pre) + eps``, ``post = 2
-    sigmoid(alpha_post m_post + bias_post)``, and ``comb`` is ``softmax(alpha_res m_res + bias_res) + eps`` over rows,
+    With ``m = streams / rms(streams) mapping^T``: ``pre = sigmoid(alpha_0 m_pre + bias_pre) + eps``, ``post = 2
+    sigmoid(alpha_1 m_post + bias_post)``, and ``comb`` is ``softmax(alpha_2 m_comb + bias_comb) + eps`` over rows,
     whose columns and rows are divided by their sums in turn, ``iterations`` times, ending with the columns.
 
     Args:
         streams: float32 ``[N, n * H]``, the n streams of each of N tokens.
         mapping: float32 ``[2 n + n^2, n * H]``; rows of pre, post and comb.
-        alphas: ``alpha_pre, alpha_post, alpha_res``, float32 ``[1]`` each.
+        alpha: float32 ``[3]``, factors of the three parts of m.
         bias: float32 ``[2 n + n^2]``.
         iterations: of Sinkhorn and Knopp, at least 1.
         eps: keeps sums and ``pre`` from zero.
@@ -50,11 +48,11 @@ def hyper_collapse(
     Returns:
         ``sum_j pre_j stream_j`` ``[N, H]``, post ``[N, n]`` and comb ``[N, n * n]``.
     """
-    arguments = (streams, mapping, alphas, bias, iterations, eps, norm_eps)
+    arguments = (streams, mapping, alpha, bias, iterations, eps, norm_eps)
     if device_target() != "CPU" or recording_gradient():
         return _reference_collapse(*arguments)
     if native.available():
-        return kernels.collapse(streams, _products(streams, mapping), alphas, bias, iterations, eps, norm_eps)
+        return kernels.collapse(streams, _products(streams, mapping), alpha, bias, iterations, eps, norm_eps)
     return _host_collapse(*arguments)
 
 
@@ -143,13 +141,13 @@ class _Sinkhorn(_Function):
 
 
 def _reference_collapse(
-    streams: Tensor, mapping: Tensor, alphas: Alphas, bias: Tensor, iterations: int, eps: float, norm_eps: float
+    streams: Tensor, mapping: Tensor, alpha: Tensor, bias: Tensor, iterations: int, eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, count = streams.shape[0], _num_streams(mapping)
     mixes = reference.linear(streams, mapping) * _inverse_rms(streams, norm_eps)
-    pre = ops.sigmoid(mixes[:, :count] * alphas[0] + bias[:count]) + eps
-    post = ops.sigmoid(mixes[:, count : 2 * count] * alphas[1] + bias[count : 2 * count]) * 2
-    logits = (mixes[:, 2 * count :] * alphas[2] + bias[2 * count :]).reshape(rows, count, count)
+    pre = ops.sigmoid(mixes[:, :count] * alpha[0] + bias[:count]) + eps
+    post = ops.sigmoid(mixes[:, count : 2 * count] * alpha[1] + bias[count : 2 * count]) * 2
+    logits = (mixes[:, 2 * count :] * alpha[2] + bias[2 * count :]).reshape(rows, count, count)
     comb = ops.softmax(logits, -1) + eps
     on_host = device_target() == "CPU" and recording_gradient()
     comb = _Sinkhorn.apply(comb, iterations, eps) if on_host else _sinkhorn(comb, iterations, eps)
@@ -194,16 +192,16 @@ def _host_weighted_sum(streams: Tensor, pre: np.ndarray) -> Tensor:
 
 
 def _host_collapse(
-    streams: Tensor, mapping: Tensor, alphas: Alphas, bias: Tensor, iterations: int, eps: float, norm_eps: float
+    streams: Tensor, mapping: Tensor, alpha: Tensor, bias: Tensor, iterations: int, eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, count = streams.shape[0], _num_streams(mapping)
     sizes = [count, 2 * count]
     mixes, biases = _host_mixes(streams, mapping, norm_eps), bias.asnumpy()
-    pre, post, res = (
-        part * alpha.asnumpy() + one
-        for part, alpha, one in zip(np.split(mixes, sizes, -1), alphas, np.split(biases, sizes), strict=True)
+    pre, post, logits = (
+        part * factor + one
+        for part, factor, one in zip(np.split(mixes, sizes, -1), alpha.asnumpy(), np.split(biases, sizes), strict=True)
     )
-    comb = res.reshape(rows, count, count)
+    comb = logits.reshape(rows, count, count)
     comb = np.exp(comb - comb.max(-1, keepdims=True))
     comb = comb / comb.sum(-1, keepdims=True) + np.float32(eps)
     comb, _ = _host_sinkhorn(comb, iterations, eps)

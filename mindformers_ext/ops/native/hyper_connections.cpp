@@ -46,26 +46,26 @@ inline void doubly_stochastic(float* comb, int64_t n, int64_t iterations, float 
 extern "C" {
 
 // streams [rows, n, dim]; mixes [rows, 2 n + n^2], the product of the unnormalised streams with the mapping, or [rows, n]
-// for the head, whose post, comb and their alphas are null. Out: collapsed [rows, dim], pre [rows, n], post [rows, n],
+// for the head, whose post and comb are null and which has one alpha. Out: collapsed [rows, dim], pre [rows, n], post [rows, n],
 // comb [rows, n, n].
-void mfx_hyper_collapse(const float* streams, const float* mixes, const float* alpha_pre, const float* alpha_post,
-                        const float* alpha_res, const float* bias, float* collapsed, float* pre, float* post, float* comb,
-                        int64_t rows, int64_t n, int64_t dim, int64_t iterations, float eps, float norm_eps) {
+void mfx_hyper_collapse(const float* streams, const float* mixes, const float* alpha, const float* bias,
+                        float* collapsed, float* pre, float* post, float* comb, int64_t rows, int64_t n, int64_t dim,
+                        int64_t iterations, float eps, float norm_eps) {
   const int64_t width = post ? 2 * n + n * n : n;
   parallel(rows, 4 * n * dim, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const float *from = streams + row * n * dim, *mix = mixes + row * width;
       const float factor = inverse_rms(from, n * dim, norm_eps);
       float *weights = pre + row * n, *out = collapsed + row * dim;
-      for (int64_t j = 0; j < n; ++j) weights[j] = sigmoid(mix[j] * factor * *alpha_pre + bias[j]) + eps;
+      for (int64_t j = 0; j < n; ++j) weights[j] = sigmoid(mix[j] * factor * alpha[0] + bias[j]) + eps;
       std::fill_n(out, dim, 0.0f);
       for (int64_t j = 0; j < n; ++j) {
         for (int64_t i = 0; i < dim; ++i) out[i] += weights[j] * from[j * dim + i];
       }
       if (!post) continue;
-      for (int64_t j = 0; j < n; ++j) post[row * n + j] = 2 * sigmoid(mix[n + j] * factor * *alpha_post + bias[n + j]);
+      for (int64_t j = 0; j < n; ++j) post[row * n + j] = 2 * sigmoid(mix[n + j] * factor * alpha[1] + bias[n + j]);
       float* matrix = comb + row * n * n;
-      for (int64_t j = 0; j < n * n; ++j) matrix[j] = mix[2 * n + j] * factor * *alpha_res + bias[2 * n + j];
+      for (int64_t j = 0; j < n * n; ++j) matrix[j] = mix[2 * n + j] * factor * alpha[2] + bias[2 * n + j];
       doubly_stochastic(matrix, n, iterations, eps);
     }
   });

@@ -11,7 +11,7 @@ from mindformers_ext.ops.native import _dense, _kernels, _pointer
 def collapse(
     streams: Tensor,
     mixes: Tensor,
-    alphas: tuple[Tensor, Tensor, Tensor],
+    alpha: Tensor,
     bias: Tensor,
     iterations: int,
     eps: float,
@@ -24,7 +24,7 @@ def collapse(
     collapsed = np.empty((rows, size // count), np.float32)
     pre, post, comb = (np.empty((rows, width), np.float32) for width in (count, count, count * count))
     _kernels().mfx_hyper_collapse(
-        _pointer(streams), _pointer(mixes), *map(_pointer, alphas), _pointer(bias), collapsed.ctypes.data,
+        _pointer(streams), _pointer(mixes), _pointer(alpha), _pointer(bias), collapsed.ctypes.data,
         pre.ctypes.data, post.ctypes.data, comb.ctypes.data, rows, count, size // count, iterations, eps, norm_eps,
     )  # fmt: skip
     return Tensor.from_numpy(collapsed), Tensor.from_numpy(post), Tensor.from_numpy(comb)
@@ -49,7 +49,7 @@ def head(streams: Tensor, mixes: Tensor, alpha: Tensor, bias: Tensor, eps: float
     dim = streams.shape[1] // count
     collapsed, pre = np.empty((rows, dim), np.float32), np.empty((rows, count), np.float32)
     _kernels().mfx_hyper_collapse(
-        _pointer(streams), _pointer(mixes), _pointer(alpha), None, None, _pointer(bias), collapsed.ctypes.data,
+        _pointer(streams), _pointer(mixes), _pointer(alpha), _pointer(bias), collapsed.ctypes.data,
         pre.ctypes.data, None, None, rows, count, dim, 1, eps, norm_eps,
     )  # fmt: skip
     return Tensor.from_numpy(collapsed)

@@ -32,15 +32,15 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def plain(streams, mapping, alphas, bias, count):
+def plain(streams, mapping, alpha, bias, count):
     """The formulas in float64, one token at a time."""
-    values = [t.asnumpy().astype(np.float64) for t in (streams, mapping, *alphas, bias)]
+    values = [t.asnumpy().astype(np.float64) for t in (streams, mapping, alpha, bias)]
     results = []
     for x in values[0]:
         m = values[1] @ (x / np.sqrt((x**2).mean() + NORM_EPS))
-        pre = sigmoid(m[:count] * values[2] + values[5][:count]) + EPS
-        post = 2 * sigmoid(m[count : 2 * count] * values[3] + values[5][count : 2 * count])
-        comb = (m[2 * count :] * values[4] + values[5][2 * count :]).reshape(count, count)
+        pre = sigmoid(m[:count] * values[2][0] + values[3][:count]) + EPS
+        post = 2 * sigmoid(m[count : 2 * count] * values[2][1] + values[3][count : 2 * count])
+        comb = (m[2 * count :] * values[2][2] + values[3][2 * count :]).reshape(count, count)
         comb = np.exp(comb) / np.exp(comb).sum(1, keepdims=True) + EPS
         comb = comb / (comb.sum(0) + EPS)
         for _ in range(ITERATIONS - 1):
@@ -52,15 +52,15 @@ def plain(streams, mapping, alphas, bias, count):
 
 def arguments(random, rows, count, width):
     size = 2 * count + count * count
-    alphas = tuple(Tensor(np.array([value], np.float32)) for value in (0.7, 1.3, 0.9))
-    return random(rows, count * width), random(size, count * width), alphas, random(size)
+    alpha = Tensor(np.array([0.7, 1.3, 0.9], np.float32))
+    return random(rows, count * width), random(size, count * width), alpha, random(size)
 
 
 @pytest.mark.parametrize(("rows", "count", "width"), [(1, 4, 64), (3, 4, 7), (40, 2, 33), (300, 3, 16)])
 def test_collapse_and_expand_equal_a_plain_computation(random, implementation, rows, count, width):
-    streams, mapping, alphas, bias = arguments(random, rows, count, width)
-    results = ops.hyper_collapse(streams, mapping, alphas, bias, ITERATIONS, EPS, NORM_EPS)
-    for ours, expected in zip(results, plain(streams, mapping, alphas, bias, count), strict=True):
+    streams, mapping, alpha, bias = arguments(random, rows, count, width)
+    results = ops.hyper_collapse(streams, mapping, alpha, bias, ITERATIONS, EPS, NORM_EPS)
+    for ours, expected in zip(results, plain(streams, mapping, alpha, bias, count), strict=True):
         np.testing.assert_allclose(ours.asnumpy(), expected, rtol=1e-4, atol=2e-5)
     update, (_, post, comb) = random(rows, width), (result.asnumpy().astype(np.float64) for result in results)
     mixed = np.einsum("njk,njh->nkh", comb.reshape(rows, count, count), streams.asnumpy().reshape(rows, count, width))
@@ -87,22 +87,22 @@ def test_combs_are_doubly_stochastic_for_extreme_weights(implementation):
     bias = Tensor(np.linspace(-60, 60, 2 * count + count * count).astype(np.float32))
     streams = Tensor(np.full((2, count * width), 1e3, np.float32))
     mapping = Tensor(np.zeros((bias.shape[0], count * width), np.float32))
-    alphas = (Tensor(np.ones(1, np.float32)),) * 3
-    _, post, comb = ops.hyper_collapse(streams, mapping, alphas, bias, ITERATIONS, EPS, NORM_EPS)
+    alpha = Tensor(np.ones(3, np.float32))
+    _, post, comb = ops.hyper_collapse(streams, mapping, alpha, bias, ITERATIONS, EPS, NORM_EPS)
     assert np.isfinite(post.asnumpy()).all()
     np.testing.assert_allclose(comb.asnumpy().reshape(2, count, count).sum(1), 1, atol=1e-4)
 
 
-def _layer(streams, mapping, pre, post, res, bias):
-    collapsed, post, comb = ops.hyper_collapse(streams, mapping, (pre, post, res), bias, 4, EPS, NORM_EPS)
+def _layer(streams, mapping, alpha, bias):
+    collapsed, post, comb = ops.hyper_collapse(streams, mapping, alpha, bias, 4, EPS, NORM_EPS)
     expanded = ops.hyper_expand(collapsed * collapsed, streams, post, comb)
-    return ops.hyper_head(expanded, mapping[:2], pre, bias[:2], EPS, NORM_EPS)
+    return ops.hyper_head(expanded, mapping[:2], alpha[:1], bias[:2], EPS, NORM_EPS)
 
 
-@pytest.mark.parametrize("argument", range(6), ids=["streams", "mapping", "pre", "post", "res", "bias"])
+@pytest.mark.parametrize("argument", range(4), ids=["streams", "mapping", "alpha", "bias"])
 def test_gradients_are_slopes(random, argument):
-    streams, mapping, alphas, bias = arguments(random, 3, 2, 5)
-    inputs = [streams, mapping, *alphas, bias]
+    streams, mapping, alpha, bias = arguments(random, 3, 2, 5)
+    inputs = [streams, mapping, alpha, bias]
     factors = random(3, 5)
 
     def loss(*values):
