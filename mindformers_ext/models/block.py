@@ -10,8 +10,8 @@ from mindformers_ext.models.attention import SelfAttention
 from mindformers_ext.models.cache import LayerState
 from mindformers_ext.models.config import TransformerConfig
 from mindformers_ext.models.context import ForwardContext
-from mindformers_ext.models.latent_attention import MLASelfAttention
 from mindformers_ext.models.hyper_connections import HyperConnection, HyperHead
+from mindformers_ext.models.latent_attention import MLASelfAttention
 from mindformers_ext.models.layers import MLP, RMSNorm
 from mindformers_ext.models.moe import MoELayer
 from mindformers_ext.models.sparse_attention import LAYER_TYPES as SPARSE_LAYER_TYPES
@@ -27,7 +27,6 @@ def build_attention(config: TransformerConfig, layer_number: int) -> nn.Cell:
     kind = config.layer_types[layer_number]
     if kind == "full_attention":
         return (SelfAttention if config.mla is None else MLASelfAttention)(config, layer_number)
-        return SelfAttention(config, layer_number)
     if kind in SPARSE_LAYER_TYPES:
         return SparseAttention(config, layer_number)
     raise ValueError(f"model: layer_types: {kind!r} is not known for {config.model_type}")

@@ -1,8 +1,8 @@
 """Which blocks transformers' indexer chooses among equals: what ``torch.topk`` leaves in front on a CPU.
 
-It runs ``std::nth_element`` on pairs (score, index) that are compared by score alone, so the choice depends on the scores
-of all blocks, those that a token must not see included. It differs between a prefill and the decode steps after it;
-this package takes the lowest index instead. Source: ATen's TopKImpl.h and libstdc++'s stl_algo.h.
+It runs ``std::nth_element`` on pairs (score, index) that are compared by score alone, so the choice depends on the
+scores of all blocks, those that a token must not see included. It differs between a prefill and the decode steps after
+it; this package takes the lowest index instead. Source: ATen's TopKImpl.h and libstdc++'s stl_algo.h.
 """
 
 import numpy as np

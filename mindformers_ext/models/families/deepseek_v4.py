@@ -154,7 +154,7 @@ def _take_rope(keys: dict[str, Any], where: str) -> None:
         found = {"rope_theta": main.get("rope_theta"), "compress_rope_theta": compress.pop("rope_theta", None)}
         found["partial_rotary_factor"] = nested["main"].get("partial_rotary_factor")
     else:
-        own = {name: keys.pop(name) for name in ("rope_theta", "rotary_base") if name in keys}
+        own: dict[str, Any] = {name: keys.pop(name) for name in ("rope_theta", "rotary_base") if name in keys}
         compress = flat_rope({name: keys.pop(name) for name in list(keys) if name in ROPE_KEYS}, where, True)
         theta = compress.pop("rope_theta", None)
         found = {"rope_theta": flat_rope(own, where, True).get("rope_theta", theta)}
