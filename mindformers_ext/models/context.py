@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 from mindspore import Tensor
 
 from mindformers_ext.models.mask import attention_bias, check_mask
 from mindformers_ext.models.rope import RotaryTable
+
+Value = TypeVar("Value")
 
 
 class ForwardContext:
@@ -50,6 +53,7 @@ class ForwardContext:
         self._tables = tables
         self._rotary: dict[str, tuple[Tensor, Tensor]] = {}
         self._biases: dict[int, Tensor] = {}
+        self._cached: dict[Hashable, Any] = {}
         if attention_mask is not None:
             check_mask(attention_mask, self.batch, self.length, past)
         self._mask = attention_mask
@@ -87,3 +91,9 @@ class ForwardContext:
             bias = attention_bias(self._mask, self.batch, self.length, self.past, slots)
             self._biases[slots] = Tensor.from_numpy(bias)
         return self._biases[slots]
+
+    def cached(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """Returns what ``make()`` gives, which is called once a key: for what several layers derive from the tokens."""
+        if key not in self._cached:
+            self._cached[key] = make()
+        return self._cached[key]

@@ -15,29 +15,59 @@ from mindspore import Tensor
 
 from mindformers_ext.ops import autograd, host, native, reference
 from mindformers_ext.ops.backend import device_target, recording_gradient
+from mindformers_ext.ops.compression import (
+    compressor_gates,
+    index_scores,
+    pool_windows,
+    read_ring,
+    select_blocks,
+    write_blocks,
+    write_ring,
+)
+from mindformers_ext.ops.hyper_connections import hyper_collapse, hyper_expand, hyper_head
 from mindformers_ext.ops.latent_attention import absorbed_attention, latent_heads, split_latent
 from mindformers_ext.ops.moe import Routing, experts, route
 from mindformers_ext.ops.reference import embedding
+from mindformers_ext.ops.sparse_attention import (
+    grouped_linear,
+    partial_rotary,
+    sink_attention,
+    window_attention,
+)
 
 __all__ = [
     "Routing",
     "absorbed_attention",
     "add_rms_norm",
     "attention",
+    "compressor_gates",
     "cross_entropy",
     "describe",
     "embedding",
     "experts",
+    "grouped_linear",
+    "hyper_collapse",
+    "hyper_expand",
+    "hyper_head",
+    "index_scores",
     "latent_heads",
     "linear",
     "move_rows",
+    "partial_rotary",
+    "pool_windows",
     "qkv_heads",
+    "read_ring",
     "rms_norm",
     "route",
+    "select_blocks",
     "sigmoid",
+    "sink_attention",
     "split_latent",
     "swiglu",
     "unit_offset",
+    "window_attention",
+    "write_blocks",
+    "write_ring",
     "write_slots",
 ]
 

@@ -19,6 +19,7 @@ def decoder_layout(
     layer_mappings: LayerMappings,
     skippable: tuple[tuple[str, str], ...] = (INVERSE_FREQUENCIES,),
     renames: tuple[tuple[str, str], ...] = (),
+    head: str = "lm_head.weight",
 ) -> WeightLayout:
     """Returns the layout of embedding, layers, final norm and head.
 
@@ -27,6 +28,7 @@ def decoder_layout(
         layer_mappings: the parameters of one layer.
         skippable: see `WeightLayout`.
         renames: see `WeightLayout`.
+        head: what HuggingFace calls the weight of the head.
     """
     hidden = config.hidden_size
     mappings = [
@@ -38,10 +40,10 @@ def decoder_layout(
     copies: tuple[tuple[str, str], ...] = ()
     if config.tie_word_embeddings:
         # A tied checkpoint that was saved under pipeline parallelism may hold the last stage's copy.
-        head, embedding = ("lm_head.weight", "output_layer.weight"), mappings[0]
-        copies = ((head[0], embedding.sources[0]), (head[1], embedding.name))
+        embedding = mappings[0]
+        copies = ((head, embedding.sources[0]), ("output_layer.weight", embedding.name))
     else:
-        mappings.append(copied("output_layer.weight", "lm_head.weight", config.vocab_size, hidden))
+        mappings.append(copied("output_layer.weight", head, config.vocab_size, hidden))
     return WeightLayout(tuple(mappings), skippable, copies, renames)
 
 

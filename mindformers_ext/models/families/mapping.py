@@ -28,7 +28,7 @@ _ROPE_LOOSE = {
     "mscale_all_dim": "mscale_all_dim",
 }
 _ROPE_NESTED = ("rope_scaling", "rope_parameters")
-_ROPE_KEYS = {*_ROPE_NESTED, "position_embedding_type", *_ROPE_LOOSE}
+ROPE_KEYS = {*_ROPE_NESTED, "position_embedding_type", *_ROPE_LOOSE}
 _ROPE_NUMBERS = {*_ROPE_LOOSE.values(), "low_freq_factor", "high_freq_factor", "attention_factor"}
 
 # Options that change results and that no family here has: the values under which they change nothing.
@@ -108,7 +108,7 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
                 raise ValueError(f"{where}: {key}: {value!r} is not supported for {family.model_type}")
         elif key == _QUANTIZATION:
             _check_quantization(value, where)
-        elif key in _ROPE_KEYS:
+        elif key in ROPE_KEYS:
             rope[key] = value
         elif key == "layer_types" and set(value or ()) - {"full_attention"}:
             raise ValueError(
@@ -127,7 +127,7 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
                 _put(found, "partial_rotary_factor", f"{key}.partial_rotary_factor", checked, where)
     _report_unused(unused, family, where)
     mapped = {target: value for target, (_, value) in found.items()}
-    return mapped | ({"rope": _flat_rope(rope, where, partial)} if rope else {})
+    return mapped | ({"rope": flat_rope(rope, where, partial)} if rope else {})
 
 
 def _check_quantization(value: Any, where: str) -> None:
@@ -164,7 +164,7 @@ def _report_unused(keys: Sequence[str], family: Family, where: str) -> None:
         return
     fixed = {*_MUST_BE, *family.fixed, *_DROPOUTS, *_DTYPES, _QUANTIZATION}
     harmless = {*_OTHER_KEYS, *_WITHOUT_EFFECT, *family.without_effect}
-    known = {*_known_fields(family), *family.aliases, *family.extra_keys, *_ROPE_KEYS, *fixed, *harmless}
+    known = {*_known_fields(family), *family.aliases, *family.extra_keys, *ROPE_KEYS, *fixed, *harmless}
     for key in keys:
         meant = None if key in known else _meant(key, known - _OTHER_KEYS)
         if meant is not None:
@@ -224,7 +224,7 @@ def _theirs(field_name: str, family: Family) -> str:
     return next((key for key, target in family.aliases.items() if target == field_name), field_name)
 
 
-def _flat_rope(keys: Mapping[str, Any], where: str, partial: bool) -> dict[str, Any]:
+def flat_rope(keys: Mapping[str, Any], where: str, partial: bool) -> dict[str, Any]:
     """One source's rotary settings under transformers' names: rope_type, rope_theta, factor, ...
 
     ``partial`` says that the family rotates a part of a head, which is a field of its own.

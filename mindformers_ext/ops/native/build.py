@@ -36,6 +36,11 @@ _SIGNATURES = {
     "mfx_absorb_query": (*[_POINTER] * 5, *[_INT] * 8),
     "mfx_attend_latent": (*[_POINTER] * 5, *[_INT] * 6, _FLOAT),
     "mfx_latent_values": (*[_POINTER] * 3, *[_INT] * 5),
+    "mfx_hyper_collapse": (*[_POINTER] * 8, *[_INT] * 4, _FLOAT, _FLOAT),
+    "mfx_hyper_expand": (*[_POINTER] * 5, *[_INT] * 3),
+    "mfx_partial_rotary": (*[_POINTER] * 5, *[_INT] * 5, _FLOAT, _FLOAT),
+    "mfx_sink_attention": (*[_POINTER] * 10, *[_INT] * 9, _FLOAT),
+    "mfx_index_scores": (*[_POINTER] * 4, *[_INT] * 6),
 }
 
 
