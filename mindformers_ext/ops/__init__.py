@@ -15,6 +15,7 @@ from mindspore import Tensor
 
 from mindformers_ext.ops import autograd, host, native, reference
 from mindformers_ext.ops.backend import device_target, recording_gradient
+from mindformers_ext.ops.delta_rule import causal_conv, delta_gates, gated_delta_rule, gated_rms_norm, zero_rows
 from mindformers_ext.ops.latent_attention import absorbed_attention, latent_heads, split_latent
 from mindformers_ext.ops.moe import Routing, experts, route
 from mindformers_ext.ops.reference import embedding
@@ -24,10 +25,14 @@ __all__ = [
     "absorbed_attention",
     "add_rms_norm",
     "attention",
+    "causal_conv",
     "cross_entropy",
+    "delta_gates",
     "describe",
     "embedding",
     "experts",
+    "gated_delta_rule",
+    "gated_rms_norm",
     "latent_heads",
     "linear",
     "move_rows",
@@ -39,6 +44,7 @@ __all__ = [
     "swiglu",
     "unit_offset",
     "write_slots",
+    "zero_rows",
 ]
 
 

@@ -36,6 +36,9 @@ _SIGNATURES = {
     "mfx_absorb_query": (*[_POINTER] * 5, *[_INT] * 8),
     "mfx_attend_latent": (*[_POINTER] * 5, *[_INT] * 6, _FLOAT),
     "mfx_latent_values": (*[_POINTER] * 3, *[_INT] * 5),
+    "mfx_causal_conv": (_POINTER, _INT, *[_POINTER] * 3, *[_INT] * 4),
+    "mfx_gated_delta_rule": (*[_POINTER] * 5, *[_INT] * 6),
+    "mfx_gated_rms_norm": (*[_POINTER] * 2, _INT, *[_POINTER] * 2, *[_INT] * 3, _FLOAT),
 }
 
 
