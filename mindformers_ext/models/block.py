@@ -10,6 +10,7 @@ from mindformers_ext.models.attention import SelfAttention
 from mindformers_ext.models.cache import LayerState
 from mindformers_ext.models.config import TransformerConfig
 from mindformers_ext.models.context import ForwardContext
+from mindformers_ext.models.delta_net import GatedDeltaNet
 from mindformers_ext.models.latent_attention import MLASelfAttention
 from mindformers_ext.models.layers import MLP, RMSNorm
 from mindformers_ext.models.moe import MoELayer
@@ -24,6 +25,8 @@ def build_attention(config: TransformerConfig, layer_number: int) -> nn.Cell:
     kind = config.layer_types[layer_number]
     if kind == "full_attention":
         return (SelfAttention if config.mla is None else MLASelfAttention)(config, layer_number)
+    if kind == "linear_attention":
+        return GatedDeltaNet(config, layer_number)
     raise ValueError(f"model: layer_types: {kind!r} is not known for {config.model_type}")
 
 

@@ -273,8 +273,9 @@ class TransformerConfig:
 
     @property
     def qkv_size(self) -> int:
-        """Rows of the fused query, key and value projection."""
-        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+        """Rows of the fused query, key and value projection, gates included."""
+        queries = self.num_attention_heads * (2 if self.attention_output_gate else 1)
+        return (queries + 2 * self.num_query_groups) * self.kv_channels
 
     @property
     def rotary_dim(self) -> int:
