@@ -14,8 +14,8 @@ from mindformers_ext.models.layers import Linear, RMSNorm
 class SelfAttention(nn.Cell):
     """Grouped-query attention with rotary positions and optional norms on queries and keys.
 
-    The rows of ``linear_qkv`` are ordered by group: the query heads of the group, their gates if the family has them, the
-    key, the value.
+    The rows of ``linear_qkv`` are ordered by group: the query heads of the group, their gates if the family has them,
+    its key, its value.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int = 0) -> None:
@@ -44,9 +44,7 @@ class SelfAttention(nn.Cell):
         """
         norms = (self.q_layernorm.scale, self.k_layernorm.scale) if self.qk_layernorm else None
         qkv = self.linear_qkv(x)
-        query, key, value = ops.qkv_heads(
-            qkv, *context.rotary(), self.groups, norms, self.eps, self.dim, self.gated
-        )
+        query, key, value = ops.qkv_heads(qkv, *context.rotary(), self.groups, norms, self.eps, self.dim, self.gated)
         if state is not None:
             key, value = state.update(key, value)
         attended = ops.attention(query, key, value, context.bias(key.shape[2]), self.scale)

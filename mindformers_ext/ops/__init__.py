@@ -206,7 +206,7 @@ def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:
 
 
 def move_rows(buffer: Tensor, rows: np.ndarray, start: int, stop: int) -> None:
-    """Makes slots ``start`` to ``stop`` of row ``i`` those of row ``rows[i]`` in ``buffer`` ``[B, N, T, D]``."""
+    """Makes slots ``start`` to ``stop`` of row ``i`` those of row ``rows[i]`` in ``buffer`` ``[B, N, T, ...]``."""
     (host if device_target() == "CPU" else reference).move_rows(buffer, rows, start, stop)
 
 
