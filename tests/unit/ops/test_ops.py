@@ -294,7 +294,6 @@ def _joined(parts):
 
 def gradient_cases(random):
     weight, other, cos, sin = random(8), random(8), random(2, 3, 8), random(2, 3, 8)
-    part = cos[..., :4], sin[..., :4]
     bias, labels = Tensor(np.zeros((1, 1, 3, 3), np.float32)), Tensor(np.array([1, -100, 7, 0, -100, 3], np.int32))
     return {
         "rms_norm": (lambda to, x: to.rms_norm(x, weight, 1e-6), (6, 8)),
@@ -304,7 +303,7 @@ def gradient_cases(random):
         "qkv_heads": (lambda to, x: _joined(to.qkv_heads(x, cos, sin, 2, (weight, other), 1e-6)), (6, 64)),
         "qkv_heads without norm": (lambda to, x: _joined(to.qkv_heads(x, cos, sin, 2)), (6, 64)),
         "qkv_heads with gates": (
-            lambda to, x: _joined(to.qkv_heads(x, *part, 2, (weight, other), 1e-6, 8, True)),
+            lambda to, x: _joined(to.qkv_heads(x, cos[..., :4], sin[..., :4], 2, (weight, other), 1e-6, 8, True)),
             (6, 96),
         ),
         "qkv_heads by query norm": (
