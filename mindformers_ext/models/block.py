@@ -10,6 +10,7 @@ from mindformers_ext.models.attention import SelfAttention
 from mindformers_ext.models.cache import LayerState
 from mindformers_ext.models.config import TransformerConfig
 from mindformers_ext.models.context import ForwardContext
+from mindformers_ext.models.delta_net import GatedDeltaNet
 from mindformers_ext.models.hyper_connections import HyperConnection, HyperHead
 from mindformers_ext.models.latent_attention import MLASelfAttention
 from mindformers_ext.models.layers import MLP, RMSNorm
@@ -29,6 +30,8 @@ def build_attention(config: TransformerConfig, layer_number: int) -> nn.Cell:
         return (SelfAttention if config.mla is None else MLASelfAttention)(config, layer_number)
     if kind in SPARSE_LAYER_TYPES:
         return SparseAttention(config, layer_number)
+    if kind == "linear_attention":
+        return GatedDeltaNet(config, layer_number)
     raise ValueError(f"model: layer_types: {kind!r} is not known for {config.model_type}")
 
 

@@ -34,6 +34,7 @@ class ForwardContext:
         input_ids: as given.
         positions: int ``[B, S]``; 0 at a row's first real token, and at its pads.
         real: bool ``[B, past + S]``, False for pads; None if there are none.
+        real_rows: which of the new tokens are real, bool ``[B * S]``; None if all are.
 
     Raises:
         ValueError: the mask has another shape.
@@ -60,19 +61,16 @@ class ForwardContext:
         self.real: np.ndarray | None = None
         if attention_mask is not None and attention_mask.ndim == 2 and not attention_mask.all():
             self.real = attention_mask != 0
+        new = None if self.real is None else self.real[:, past:]
+        self.real_rows = None if new is None or new.all() else new.reshape(-1)
         if position_ids is None:
             position_ids = np.broadcast_to(np.arange(past, past + self.length), (self.batch, self.length))
-        self.positions = position_ids if self.real is None else np.where(self.real[:, past:], position_ids, 0)
+        self.positions = position_ids if new is None else np.where(new, position_ids, 0)
 
     @property
     def has_additive_mask(self) -> bool:
         """Whether the caller says with additive floats which tokens see each other."""
         return self._mask is not None and self._mask.ndim == 4
-
-    @property
-    def real_rows(self) -> np.ndarray | None:
-        """Which of the new tokens are real, bool ``[B * S]``; None: all."""
-        return None if self.real is None else self.real[:, self.past :].reshape(-1)
 
     def rotary(self, kind: str = "main") -> tuple[Tensor, Tensor]:
         """Returns cos and sin of the new tokens, float32 ``[B, S, rotary_dim]``, both halves equal."""

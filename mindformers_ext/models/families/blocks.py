@@ -62,7 +62,8 @@ def self_attention(config: TransformerConfig, ours: str, theirs: str) -> list[We
 
     def qkv(kind: str, *columns: int) -> WeightMapping:
         q, k, v = (f"{attention}{part}_proj.{kind}" for part in "qkv")
-        return fused_qkv(f"{ours}self_attention.linear_qkv.{kind}", (q, k, v), groups, heads, dim, columns)
+        name, gated = f"{ours}self_attention.linear_qkv.{kind}", config.attention_output_gate
+        return fused_qkv(name, (q, k, v), groups, heads, dim, columns, gated)
 
     proj = f"{ours}self_attention.linear_proj."
     mappings = [

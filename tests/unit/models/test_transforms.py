@@ -27,6 +27,9 @@ MAPPINGS = [
     joined_rows("joined", ("above", "below"), (3, 4), (2,)),
     GATE_UP,
     DOWN,
+    fused_qkv("gated_qkv", ("q", "k", "v"), 2, 3, 4, (5,), gated=True),
+    fused_qkv("gated_qkv_bias", ("q", "k", "v"), 2, 3, 4, (), gated=True),
+    joined_rows("in_proj", ("a", "b", "c"), (3, 1, 2), (5,)),
 ]
 
 
@@ -63,6 +66,21 @@ def test_qkv_rows_are_fused_group_by_group() -> None:
     q, k, v = tensors_of(mapping.forms[0])
     groups = [np.concatenate([q[g * 12 : g * 12 + 12], k[g * 4 : g * 4 + 4], v[g * 4 : g * 4 + 4]]) for g in (0, 1)]
     np.testing.assert_array_equal(filled(mapping, mapping.forms[0], [q, k, v]), np.concatenate(groups))
+
+
+def test_gates_of_a_group_follow_its_queries() -> None:
+    mapping = next(mapping for mapping in MAPPINGS if mapping.name == "gated_qkv")
+    q, k, v = tensors_of(mapping.forms[0])
+    heads = q.reshape(2, 3, 2, 4, 5)  # group, head, query or gate
+    expected = [
+        part.reshape(-1, 5) for g in (0, 1) for part in (heads[g, :, 0], heads[g, :, 1], k[4 * g :][:4], v[4 * g :][:4])
+    ]
+    np.testing.assert_array_equal(filled(mapping, mapping.forms[0], [q, k, v]), np.concatenate(expected))
+
+
+def test_joined_rows_keep_their_order() -> None:
+    tensors = tensors_of(MAPPINGS[-1].forms[0])
+    np.testing.assert_array_equal(filled(MAPPINGS[-1], MAPPINGS[-1].forms[0], tensors), np.concatenate(tensors))
 
 
 def test_gate_and_up_rows_alternate() -> None:
