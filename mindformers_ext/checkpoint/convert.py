@@ -50,8 +50,10 @@ def scatter(source: np.ndarray, target: np.ndarray, convert: Convert) -> None:
         for row in range(0, rows, _TILE):
             for column in range(0, columns, _TILE):
                 square: Index = (*lead, slice(row, row + _TILE), slice(column, column + _TILE))
-                tile = np.empty(source[square].shape, target.dtype)
-                convert(source[square], tile)
+                tile = source[square]
+                if source.dtype != target.dtype:
+                    tile = np.empty(tile.shape, target.dtype)
+                    convert(source[square], tile)
                 target[square] = tile
 
 

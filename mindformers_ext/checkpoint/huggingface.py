@@ -16,6 +16,8 @@ from mindformers_ext.checkpoint.tensor_writer import TensorSpec, write_tensors
 from mindformers_ext.models.weights import WeightLayout, WeightMapping
 
 EXPORT_DTYPES = ("bfloat16", "float16", "float32")
+# Keys of config.json about weights in 8 or 4 bits; DeepSeek-V4 names the type of its experts apart.
+_QUANTIZATION_KEYS = ("quantization_config", "expert_dtype")
 # Data files only: nothing that somebody could execute is copied.
 MODEL_FILES = (
     "generation_config.json",
@@ -78,7 +80,7 @@ def save_hf_checkpoint(
         folder: the folder to make; it must not exist or be empty.
         layout: names and shapes of the model.
         read: returns a parameter by name, in its shape and type (float32 or int32).
-        hf_config: written as config.json, with ``dtype`` as its type.
+        hf_config: written as config.json, with ``dtype`` as its type and without a quantization.
         dtype: ``bfloat16``, ``float16`` or ``float32``; values are rounded to nearest even. Parameters with
             ``keep_float32`` stay float32, tables of ids become int64.
         max_shard_bytes: a new file is begun before this size is passed; the sources of one parameter stay together.
@@ -113,8 +115,8 @@ def save_hf_checkpoint(
 
 
 def _with_dtype(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Names the stored type under the key that the config has; both are in use."""
-    config = dict(hf_config)
+    """Names the stored type under the key that the config has (both are in use), and drops what quantized ones say."""
+    config = {key: value for key, value in hf_config.items() if key not in _QUANTIZATION_KEYS}
     for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]:
         config[key] = dtype
     return config

@@ -185,7 +185,7 @@ def open_files(folder: Path, paths: Iterable[Path], stack: ExitStack) -> list[Te
 
 
 def _report(location: Location, layout: WeightLayout, matches: dict[str, Match], found: Found) -> CheckReport:
-    used = {tensor.name: tensor for match in matches.values() for tensor in match.tensors}
+    used = {tensor.name: tensor for match in matches.values() for tensor in match.stored}
     skipped = tuple(
         (tensors[0].name, tensors[0].file.label, skip_reason(layout, name, found) or "")
         for name, tensors in found.items()

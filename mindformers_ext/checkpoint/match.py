@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mindformers_ext.checkpoint.errors import ProblemList, listed
 from mindformers_ext.checkpoint.locate import Location
+from mindformers_ext.checkpoint.quantized import FP4, FP8, QuantizedTensor, quantized, scale_names
 from mindformers_ext.checkpoint.tensor_file import READABLE, StoredTensor, TensorFile
 from mindformers_ext.models.weights import Parts, Sources, WeightLayout, WeightMapping
 
@@ -30,7 +31,15 @@ class Match:
     mapping: WeightMapping
     parts: Parts
     shapes: tuple[tuple[int, ...], ...]
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[StoredTensor | QuantizedTensor, ...]
+
+    @property
+    def stored(self) -> list[StoredTensor]:
+        """What is read from the files: the tensors, of quantized ones codes and scales."""
+        stored: list[StoredTensor] = []
+        for tensor in self.tensors:
+            stored += [tensor.codes, tensor.scales] if isinstance(tensor, QuantizedTensor) else [tensor]
+        return stored
 
 
 def tensors_by_name(location: Location, layout: WeightLayout, files: Sequence[TensorFile]) -> Found:
@@ -93,27 +102,57 @@ def match_parameters(location: Location, layout: WeightLayout, found: Found) -> 
     misfit = "wrong shapes"
     if plain and len(location.files) > 1:
         misfit = f"parameters in parts, saved on {len(location.files)} ranks, which is not supported yet"
+    # Scales belong to a tensor under its stored name, whatever the layout calls it.
+    by_stored_name = {} if plain else {tensors[0].name: tensors[0] for tensors in found.values()}
     matches = {}
     used: set[str] = set()
     for mapping in layout.mappings:
         form = _own_form(mapping) if plain else _chosen_form(mapping, found, problems)
-        used.update(form.names)
+        chosen: list[StoredTensor | QuantizedTensor] = []
         for name, shape in zip(form.names, form.shapes, strict=True):
-            if name in found:
-                _check_tensor(found[name], tuple(shape), mapping.dtype, misfit, problems)
-            else:
+            if name not in found:
                 needed_for = "" if plain else f" (for {mapping.name})"
                 problems.add(f"tensors missing from {searched}", f"{name}{needed_for}")
-        chosen = tuple(found[name][0] for name in form.names if name in found)
-        matches[mapping.name] = Match(mapping, form.parts, form.shapes, chosen)
+                continue
+            used.add(found[name][0].name)
+            if _is_quantized(found[name][0], tuple(shape), mapping.dtype, by_stored_name):
+                used.update(scale_names(found[name][0].name))
+                chosen += _quantized(found[name][0], tuple(shape), by_stored_name, problems)
+            else:
+                _check_tensor(found[name], tuple(shape), mapping.dtype, misfit, problems)
+                chosen.append(found[name][0])
+        matches[mapping.name] = Match(mapping, form.parts, form.shapes, tuple(chosen))
     for name, original in layout.copies:
         if name in found and original in found:
-            _check_tensor(found[name], found[original][0].shape, "float32", misfit, problems)
+            for tensors in (found[name], found[original]):
+                _check_tensor(tensors, found[original][0].shape, "float32", misfit, problems)
     for name, tensors in found.items():
-        if name not in used and skip_reason(layout, name, found) is None:
+        if tensors[0].name not in used and skip_reason(layout, name, found) is None:
             problems.add("left over tensors, which the model does not have", tensors[0].where)
     problems.raise_if_any()
     return matches
+
+
+def _is_quantized(
+    tensor: StoredTensor, shape: tuple[int, ...], dtype: str, by_stored_name: Mapping[str, StoredTensor]
+) -> bool:
+    """Whether a weight is stored in 8 or 4 bits; bytes are FP4 pairs if they have scales or half the shape."""
+    if dtype != "float32" or not by_stored_name:
+        return False
+    if tensor.dtype in ("I8", "U8"):
+        half = (*shape[:-1], shape[-1] // 2) if shape else None
+        return tensor.shape == half or any(name in by_stored_name for name in scale_names(tensor.name))
+    return tensor.dtype in FP8 or tensor.dtype in FP4
+
+
+def _quantized(
+    tensor: StoredTensor, shape: tuple[int, ...], by_stored_name: Mapping[str, StoredTensor], problems: ProblemList
+) -> list[QuantizedTensor]:
+    try:
+        return [quantized(tensor, shape, by_stored_name)]
+    except ValueError as error:
+        problems.add("quantized tensors that cannot be read", str(error))
+        return []
 
 
 def _own_form(mapping: WeightMapping) -> Sources:

@@ -20,7 +20,7 @@ from mindformers_ext.checkpoint.convert import pieces, scatter, widen_bfloat16, 
 from mindformers_ext.checkpoint.errors import CheckpointError, listed
 from mindformers_ext.checkpoint.files import parse_json_object
 
-# BF16 has no numpy type of its own: its bits are read as uint16.
+# BF16 has no numpy type of its own: its bits are read as uint16, types of 8 and 4 bits as bytes.
 _STORED_TYPES = {
     "F64": "<f8",
     "F32": "<f4",
@@ -35,7 +35,12 @@ _STORED_TYPES = {
     "I8": "i1",
     "U8": "u1",
     "BOOL": "?",
+    "F8_E4M3": "u1",
+    "F8_E5M2": "u1",
+    "F8_E8M0": "u1",
+    "F4": "u1",
 }
+_CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
 # Stored types that a parameter of a type is read from.
 READABLE = {"float32": ("F32", "F16", "BF16"), "int32": ("I64", "I32")}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -81,7 +86,8 @@ class StoredTensor:
     def window(self, first: int, count: int) -> np.ndarray:
         """Returns ``count`` values from position ``first`` on (C order) as a read-only flat array over the file.
 
-        BF16 comes as its bits (uint16). The mapping covers these values only and ends with the array.
+        BF16 comes as its bits (uint16), FP8 and E8M0 as their codes (uint8); of F4, ``first`` and ``count`` are bytes.
+        The mapping covers these values only and ends with the array.
 
         Raises:
             CheckpointError: if numpy has no such type, or the file became shorter since it was opened.
@@ -137,6 +143,8 @@ class StoredTensor:
             CheckpointError: if numpy has no such type, or the file became shorter.
         """
         stored = self.window(0, 0).dtype
+        if self.dtype in _CODES:
+            raise CheckpointError(f"{self.where} has type {self.dtype}, which is not supported here")
         array = np.empty(self.shape, np.float32 if self.dtype == "BF16" else stored)
         self.read_into(array)
         return array

@@ -30,6 +30,8 @@ _TYPES = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
+# Values that are converted at a time; rounding to bfloat16 takes several times their memory.
+_PIECE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def write_tensors(
         for spec in ordered:
             array = read(spec.name)
             _check_announced(spec, array)
-            for index, _, _ in pieces(array.shape):
+            for index, _, _ in pieces(array.shape, _PIECE):
                 file.write(_raw_bytes(spec, array[index]))
         file.flush()
         os.fsync(file.fileno())

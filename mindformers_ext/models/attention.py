@@ -14,7 +14,8 @@ from mindformers_ext.models.layers import Linear, RMSNorm
 class SelfAttention(nn.Cell):
     """Grouped-query attention with rotary positions and optional norms on queries and keys.
 
-    The rows of ``linear_qkv`` are ordered by group: the query heads of the group, its key, its value.
+    The rows of ``linear_qkv`` are ordered by group: the query heads of the group, their gates if the family has them,
+    its key, its value.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int = 0) -> None:
@@ -28,7 +29,7 @@ class SelfAttention(nn.Cell):
         if config.qk_layernorm:
             self.q_layernorm = RMSNorm(dim, self.eps, config.layernorm_zero_centered_gamma)
             self.k_layernorm = RMSNorm(dim, self.eps, config.layernorm_zero_centered_gamma)
-        self.qk_layernorm = config.qk_layernorm
+        self.qk_layernorm, self.gated = config.qk_layernorm, config.attention_output_gate
 
     def construct(self, x: Tensor, context: ForwardContext, state: KeyValueState | None = None) -> Tensor:
         """Attends over the tokens of ``x`` and those in ``state``.
@@ -42,10 +43,12 @@ class SelfAttention(nn.Cell):
             float32 ``[B * S, H]``.
         """
         norms = (self.q_layernorm.scale, self.k_layernorm.scale) if self.qk_layernorm else None
-        query, key, value = ops.qkv_heads(self.linear_qkv(x), *context.rotary(), self.groups, norms, self.eps)
+        qkv = self.linear_qkv(x)
+        query, key, value = ops.qkv_heads(qkv, *context.rotary(), self.groups, norms, self.eps, self.dim, self.gated)
         if state is not None:
             key, value = state.update(key, value)
-        return self.linear_proj(ops.attention(query, key, value, context.bias(key.shape[2]), self.scale))
+        attended = ops.attention(query, key, value, context.bias(key.shape[2]), self.scale)
+        return self.linear_proj(ops.gate_heads(attended, qkv, self.groups, self.dim) if self.gated else attended)
 
     def new_state(self, batch_size: int, max_length: int) -> KeyValueState:
         """Returns empty keys and values for ``batch_size`` rows of up to ``max_length`` tokens."""

@@ -10,9 +10,13 @@ from mindformers_ext.models.attention import SelfAttention
 from mindformers_ext.models.cache import LayerState
 from mindformers_ext.models.config import TransformerConfig
 from mindformers_ext.models.context import ForwardContext
+from mindformers_ext.models.delta_net import GatedDeltaNet
+from mindformers_ext.models.hyper_connections import HyperConnection, HyperHead
 from mindformers_ext.models.latent_attention import MLASelfAttention
 from mindformers_ext.models.layers import MLP, RMSNorm
 from mindformers_ext.models.moe import MoELayer
+from mindformers_ext.models.sparse_attention import LAYER_TYPES as SPARSE_LAYER_TYPES
+from mindformers_ext.models.sparse_attention import SparseAttention
 
 
 def build_attention(config: TransformerConfig, layer_number: int) -> nn.Cell:
@@ -24,6 +28,10 @@ def build_attention(config: TransformerConfig, layer_number: int) -> nn.Cell:
     kind = config.layer_types[layer_number]
     if kind == "full_attention":
         return (SelfAttention if config.mla is None else MLASelfAttention)(config, layer_number)
+    if kind in SPARSE_LAYER_TYPES:
+        return SparseAttention(config, layer_number)
+    if kind == "linear_attention":
+        return GatedDeltaNet(config, layer_number)
     raise ValueError(f"model: layer_types: {kind!r} is not known for {config.model_type}")
 
 
@@ -60,7 +68,7 @@ class TransformerLayer(nn.Cell):
 
     def construct(
         self, hidden: Tensor, update: Tensor | None, context: ForwardContext, state: LayerState | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Runs the layer on ``hidden + update``.
 
         Args:
@@ -81,12 +89,38 @@ class TransformerLayer(nn.Cell):
         return hidden, self.mlp(normed) if self.is_dense else self.mlp(normed, context)
 
 
+class HyperConnectionLayer(TransformerLayer):
+    """A layer whose attention and MLP each read from and write to several residual streams."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int) -> None:
+        super().__init__(config, layer_number)
+        self.attn_hc = HyperConnection(config)
+        self.ffn_hc = HyperConnection(config)
+
+    def construct(
+        self, hidden: Tensor, update: Tensor | None, context: ForwardContext, state: LayerState | None = None
+    ) -> tuple[Tensor, None]:
+        """Maps streams ``hidden`` float32 ``[B * S, n * H]`` to streams; there never is an ``update``."""
+        streams = hidden
+        collapsed, post, comb = self.attn_hc(streams)
+        attended = self.self_attention(self.input_layernorm(collapsed), context, state)
+        streams = self.attn_hc.expand(attended, streams, post, comb)
+        collapsed, post, comb = self.ffn_hc(streams)
+        normed = self.pre_mlp_layernorm(collapsed)
+        output = self.mlp(normed) if self.is_dense else self.mlp(normed, context)
+        return self.ffn_hc.expand(output, streams, post, comb), None
+
+
 class TransformerBlock(nn.Cell):
     """The stack of decoder layers and the final norm."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.layers = nn.CellList([TransformerLayer(config, number) for number in range(config.num_layers)])
+        layer = TransformerLayer if config.hyper_connections is None else HyperConnectionLayer
+        self.layers = nn.CellList([layer(config, number) for number in range(config.num_layers)])
+        self.streams, self.hc_head = 1, None
+        if config.hyper_connections is not None:
+            self.streams, self.hc_head = config.hyper_connections.num_residual_streams, HyperHead(config)
         self.final_layernorm = RMSNorm(
             config.hidden_size, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
         )
@@ -95,13 +129,15 @@ class TransformerBlock(nn.Cell):
         """Runs all layers on embedded tokens, float32 ``[B * S, H]``.
 
         Returns:
-            What `finish` takes: the residual stream, float32 ``[B * S, H]``.
+            What `finish` takes: the residual stream, float32 ``[B * S, H]``, or n of them ``[B * S, n * H]``.
         """
         update = None
+        if self.hc_head is not None:
+            hidden = hidden.tile((1, self.streams))
         for layer, state in zip(self.layers, states, strict=True):
             hidden, update = layer(hidden, update, context, state)
-        return hidden + update
+        return hidden if update is None else hidden + update
 
     def finish(self, hidden: Tensor) -> Tensor:
         """Turns rows of the residual stream into what the head takes, float32 ``[N, H]``."""
-        return self.final_layernorm(hidden)
+        return self.final_layernorm(hidden if self.hc_head is None else self.hc_head(hidden))

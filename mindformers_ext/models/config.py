@@ -112,6 +112,21 @@ class DeltaNetConfig:
     linear_value_head_dim: int
     linear_conv_kernel_dim: int = 4
 
+    @property
+    def key_size(self) -> int:
+        """Size of the keys of all heads, and of the queries."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Size of the values of all heads."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
     def __post_init__(self) -> None:
         if self.linear_num_value_heads % self.linear_num_key_heads:
             raise ValueError(
@@ -138,7 +153,7 @@ class SparseAttentionConfig:
         dsa_indexer_topk: blocks that the indexer chooses for a token.
     """
 
-    q_lora_rank: int = field(metadata=_OR_ZERO)
+    q_lora_rank: int
     qk_pos_emb_head_dim: int
     o_groups: int
     o_lora_rank: int
@@ -273,8 +288,16 @@ class TransformerConfig:
 
     @property
     def qkv_size(self) -> int:
-        """Rows of the fused query, key and value projection."""
-        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+        """Rows of the fused query, key and value projection, gates included."""
+        queries = self.num_attention_heads * (2 if self.attention_output_gate else 1)
+        return (queries + 2 * self.num_query_groups) * self.kv_channels
+
+    @property
+    def cache_width(self) -> int:
+        """Numbers that a layer with full attention remembers of a token."""
+        if self.mla is not None:
+            return self.mla.kv_lora_rank + self.mla.qk_pos_emb_head_dim
+        return 2 * self.num_query_groups * self.kv_channels
 
     @property
     def rotary_dim(self) -> int:

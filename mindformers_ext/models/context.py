@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 from mindspore import Tensor
 
 from mindformers_ext.models.mask import attention_bias, check_mask
 from mindformers_ext.models.rope import RotaryTable
+
+Value = TypeVar("Value")
 
 
 class ForwardContext:
@@ -31,6 +34,7 @@ class ForwardContext:
         input_ids: as given.
         positions: int ``[B, S]``; 0 at a row's first real token, and at its pads.
         real: bool ``[B, past + S]``, False for pads; None if there are none.
+        real_rows: which of the new tokens are real, bool ``[B * S]``; None if all are.
 
     Raises:
         ValueError: the mask has another shape.
@@ -50,25 +54,23 @@ class ForwardContext:
         self._tables = tables
         self._rotary: dict[str, tuple[Tensor, Tensor]] = {}
         self._biases: dict[int, Tensor] = {}
+        self._cached: dict[Hashable, Any] = {}
         if attention_mask is not None:
             check_mask(attention_mask, self.batch, self.length, past)
         self._mask = attention_mask
         self.real: np.ndarray | None = None
         if attention_mask is not None and attention_mask.ndim == 2 and not attention_mask.all():
             self.real = attention_mask != 0
+        new = None if self.real is None else self.real[:, past:]
+        self.real_rows = None if new is None or new.all() else new.reshape(-1)
         if position_ids is None:
             position_ids = np.broadcast_to(np.arange(past, past + self.length), (self.batch, self.length))
-        self.positions = position_ids if self.real is None else np.where(self.real[:, past:], position_ids, 0)
+        self.positions = position_ids if new is None else np.where(new, position_ids, 0)
 
     @property
     def has_additive_mask(self) -> bool:
         """Whether the caller says with additive floats which tokens see each other."""
         return self._mask is not None and self._mask.ndim == 4
-
-    @property
-    def real_rows(self) -> np.ndarray | None:
-        """Which of the new tokens are real, bool ``[B * S]``; None: all."""
-        return None if self.real is None else self.real[:, self.past :].reshape(-1)
 
     def rotary(self, kind: str = "main") -> tuple[Tensor, Tensor]:
         """Returns cos and sin of the new tokens, float32 ``[B, S, rotary_dim]``, both halves equal."""
@@ -87,3 +89,9 @@ class ForwardContext:
             bias = attention_bias(self._mask, self.batch, self.length, self.past, slots)
             self._biases[slots] = Tensor.from_numpy(bias)
         return self._biases[slots]
+
+    def cached(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """Returns what ``make()`` gives, which is called once a key: for what several layers derive from the tokens."""
+        if key not in self._cached:
+            self._cached[key] = make()
+        return self._cached[key]

@@ -15,8 +15,31 @@ def copied(name: str, source: str, *shape: int, dtype: str = "float32", keep_flo
     return WeightMapping(name, shape, (source,), (shape,), lambda parameter: [parameter], dtype, keep_float32)
 
 
+def joined_rows(name: str, sources: tuple[str, ...], rows: tuple[int, ...], columns: tuple[int, ...]) -> WeightMapping:
+    """Projections of one input, one below the other.
+
+    Args:
+        name: the fused parameter.
+        sources: names of the projections.
+        rows: rows of each.
+        columns: ``(hidden_size,)`` for weights, ``()`` for biases.
+    """
+    ends = np.cumsum(rows).tolist()
+
+    def parts(parameter: np.ndarray) -> list[np.ndarray]:
+        return [parameter[end - count : end] for count, end in zip(rows, ends, strict=True)]
+
+    return WeightMapping(name, (ends[-1], *columns), sources, tuple((count, *columns) for count in rows), parts)
+
+
 def fused_qkv(
-    name: str, sources: tuple[str, str, str], groups: int, heads: int, dim: int, columns: tuple[int, ...]
+    name: str,
+    sources: tuple[str, str, str],
+    groups: int,
+    heads: int,
+    dim: int,
+    columns: tuple[int, ...],
+    gated: bool = False,
 ) -> WeightMapping:
     """Query, key and value projections fused group by group: ``heads`` query heads, one key, one value.
 
@@ -27,31 +50,18 @@ def fused_qkv(
         heads: query heads of one group.
         dim: size of a head.
         columns: ``(hidden_size,)`` for weights, ``()`` for biases.
+        gated: q gives every head's query and then its gate; here a group's gates follow its queries.
     """
-    query, single = groups * heads * dim, groups * dim
+    kinds = 2 if gated else 1
+    query, single = groups * heads * dim * kinds, groups * dim
 
     def parts(parameter: np.ndarray) -> list[np.ndarray]:
-        rows = parameter.reshape(groups, (heads + 2) * dim, *columns)
-        return [rows[:, : heads * dim], rows[:, heads * dim : (heads + 1) * dim], rows[:, (heads + 1) * dim :]]
+        rows = parameter.reshape(groups, kinds * heads + 2, dim, *columns)
+        queries = rows[:, :-2].reshape(groups, kinds, heads, dim, *columns)
+        return [queries.swapaxes(1, 2), rows[:, -2], rows[:, -1]]
 
     shapes = ((query, *columns), (single, *columns), (single, *columns))
     return WeightMapping(name, (query + 2 * single, *columns), sources, shapes, parts)
-
-
-def joined_rows(name: str, sources: tuple[str, str], sizes: tuple[int, int], columns: tuple[int, ...]) -> WeightMapping:
-    """Two projections of one input, the rows of the first above those of the second.
-
-    Args:
-        name: the fused parameter.
-        sources: names of both.
-        sizes: rows of each.
-        columns: ``(hidden_size,)`` for weights, ``()`` for biases.
-    """
-    first, second = sizes
-    shapes = ((first, *columns), (second, *columns))
-    return WeightMapping(
-        name, (first + second, *columns), sources, shapes, lambda parameter: [parameter[:first], parameter[first:]]
-    )
 
 
 def interleaved_gate_up(name: str, sources: tuple[str, str], size: int, columns: tuple[int, ...]) -> WeightMapping:

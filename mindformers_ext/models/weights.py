@@ -38,7 +38,7 @@ class WeightMapping:
         parts: views into the parameter, one a source; see `Sources`.
         dtype: ``float32``, or ``int32`` for tables of ids, which HuggingFace files store as int64.
         keep_float32: stays float32 when a checkpoint is exported in 16 bits.
-        alternatives: other forms in which checkpoints store the parameter.
+        alternatives: other forms in which checkpoints store the parameter; no two forms share a tensor name.
     """
 
     name: str

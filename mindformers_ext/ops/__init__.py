@@ -16,32 +16,72 @@ from mindspore import Tensor
 from mindformers_ext.ops import autograd, host, native, reference
 from mindformers_ext.ops.attention_parts import join_weights, partial_attention
 from mindformers_ext.ops.backend import device_target, recording_gradient
+from mindformers_ext.ops.compression import (
+    compressor_gates,
+    index_scores,
+    pool_windows,
+    read_ring,
+    select_blocks,
+    write_blocks,
+    write_ring,
+)
+from mindformers_ext.ops.delta_rule import causal_conv, delta_gates, gated_delta_rule, gated_rms_norm, zero_rows
+from mindformers_ext.ops.hyper_connections import hyper_collapse, hyper_expand, hyper_head
 from mindformers_ext.ops.latent_attention import absorbed_attention, latent_heads, split_latent
 from mindformers_ext.ops.moe import Routing, experts, route
 from mindformers_ext.ops.reference import embedding
+from mindformers_ext.ops.sparse_attention import (
+    grouped_linear,
+    partial_rotary,
+    sink_attention,
+    window_attention,
+)
 
 __all__ = [
     "Routing",
     "absorbed_attention",
     "add_rms_norm",
     "attention",
+    "causal_conv",
+    "compressor_gates",
     "cross_entropy",
+    "delta_gates",
     "describe",
     "embedding",
     "experts",
+    "gate_heads",
+    "gated_delta_rule",
+    "gated_rms_norm",
+    "grouped_linear",
+    "hyper_collapse",
+    "hyper_expand",
+    "hyper_head",
+    "index_scores",
     "join_weights",
     "latent_heads",
+    "latent_heads",
+    "linear",
     "linear",
     "move_rows",
+    "move_rows",
     "partial_attention",
+    "partial_rotary",
+    "pool_windows",
     "qkv_heads",
+    "read_ring",
     "rms_norm",
     "route",
+    "select_blocks",
     "sigmoid",
+    "sink_attention",
     "split_latent",
     "swiglu",
     "unit_offset",
+    "window_attention",
+    "write_blocks",
+    "write_ring",
     "write_slots",
+    "zero_rows",
 ]
 
 
@@ -114,21 +154,41 @@ def qkv_heads(
     groups: int,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    dim: int | None = None,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Takes a fused projection apart into heads, normalises queries and keys if asked to, and rotates both.
 
     Args:
         qkv: float32 ``[B * S, N * (G + 2) * D]``; each of the N groups has G query heads, a key and a value.
-        cos: float32 ``[B, S, D]``, both halves of the last axis equal.
+        cos: float32 ``[B, S, R]``, both halves of the last axis equal; the first R elements of a head are rotated.
         sin: as ``cos``.
         groups: N.
         norms: weights ``[D]`` of the RMS norms of queries and of keys.
         eps: of these norms.
+        dim: D; None takes R.
+        gated: behind its query heads a group has G gates, ``[B * S, N * (2 G + 2) * D]`` in all; see `gate_heads`.
 
     Returns:
         Queries ``[B, N, G, S, D]``, keys and values ``[B, N, S, D]``.
     """
-    return _implementation().qkv_heads(qkv, cos, sin, groups, norms, eps)
+    return _implementation().qkv_heads(qkv, cos, sin, groups, norms, eps, dim, gated)
+
+
+def gate_heads(x: Tensor, qkv: Tensor, groups: int, dim: int) -> Tensor:
+    """Multiplies the output of attention by the sigmoid of its gates (Qwen3-Next, Qwen3.5).
+
+    Args:
+        x: float32 ``[B * S, N * G * D]``.
+        qkv: the gated projection of `qkv_heads`, ``[B * S, N * (2 G + 2) * D]``.
+        groups: N.
+        dim: D.
+
+    Returns:
+        float32 ``[B * S, N * G * D]``.
+    """
+    on_host = device_target() == "CPU" and not recording_gradient()
+    return (host if on_host else reference).gate_heads(x, qkv, groups, dim)
 
 
 def unit_offset(weight: Tensor) -> Tensor:
@@ -182,7 +242,7 @@ def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:
 
 
 def move_rows(buffer: Tensor, rows: np.ndarray, start: int, stop: int) -> None:
-    """Makes slots ``start`` to ``stop`` of row ``i`` those of row ``rows[i]`` in ``buffer`` ``[B, N, T, D]``."""
+    """Makes slots ``start`` to ``stop`` of row ``i`` those of row ``rows[i]`` in ``buffer`` ``[B, N, T, ...]``."""
     (host if device_target() == "CPU" else reference).move_rows(buffer, rows, start, stop)
 
 

@@ -99,37 +99,38 @@ def gated_product_gradient(
 class _QkvHeads(_Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, groups: int, query_norm: Any, key_norm: Any, eps: float
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, query_norm: Any, key_norm: Any, options: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
+        groups, eps, dim, gated = options
         norms = None if query_norm is None else (query_norm, key_norm)
         ctx.qkv, ctx.cos, ctx.sin, ctx.groups, ctx.eps = qkv.asnumpy(), cos.asnumpy(), sin.asnumpy(), groups, eps
-        ctx.norms = None if norms is None else (query_norm.asnumpy(), key_norm.asnumpy())
-        return host.qkv_heads(qkv, cos, sin, groups, norms, eps)
+        ctx.norms = (None, None) if norms is None else (query_norm.asnumpy(), key_norm.asnumpy())
+        return host.qkv_heads(qkv, cos, sin, groups, norms, eps, dim, gated)
 
     @staticmethod
     def backward(ctx: Any, by_query: Tensor, by_key: Tensor, by_value: Tensor) -> tuple[Any, ...]:
-        batch, length, dim = ctx.cos.shape
-        half = dim // 2
-        by_qkv = np.empty_like(ctx.qkv).reshape(batch, length, ctx.groups, -1, dim)
-        heads = by_qkv.shape[3] - 2
+        batch, length, rotary_dim = ctx.cos.shape
+        heads, dim, half = by_query.shape[2], by_query.shape[4], rotary_dim // 2
+        by_qkv = np.zeros_like(ctx.qkv).reshape(batch, length, ctx.groups, -1, dim)  # 0 for gates
+        values = ctx.qkv.reshape(by_qkv.shape)
         cos, sin = ctx.cos[:, :, None, None], ctx.sin[:, :, None, None]
-        turned = by_qkv[:, :, :, :-1]
-        for target, gradient in (
-            (turned[:, :, :, :heads], by_query.asnumpy().transpose(0, 3, 1, 2, 4)),
-            (turned[:, :, :, heads:], by_key.asnumpy()[:, :, None].transpose(0, 3, 1, 2, 4)),
+        by_norms: list[Tensor | None] = []
+        for part, gradient, weight in (
+            (slice(heads), by_query.asnumpy().transpose(0, 3, 1, 2, 4), ctx.norms[0]),
+            (slice(-2, -1), by_key.asnumpy()[:, :, None].transpose(0, 3, 1, 2, 4), ctx.norms[1]),
         ):
-            np.multiply(gradient, cos, out=target)
-            target[..., :half] += gradient[..., half:] * sin[..., half:]
-            target[..., half:] -= gradient[..., :half] * sin[..., :half]
+            target = by_qkv[:, :, :, part]
+            np.multiply(gradient[..., :rotary_dim], cos, out=target[..., :rotary_dim])
+            target[..., :half] += gradient[..., half:rotary_dim] * sin[..., half:]
+            target[..., half:rotary_dim] -= gradient[..., :half] * sin[..., :half]
+            target[..., rotary_dim:] = gradient[..., rotary_dim:]
+            if weight is not None:
+                target[...], factors = _norm_gradient(values[:, :, :, part], weight, ctx.eps, target)
+                by_norms.append(Tensor.from_numpy(factors.sum((0, 1, 2, 3))))
+            else:
+                by_norms.append(None)
         by_qkv[:, :, :, -1] = by_value.asnumpy().transpose(0, 2, 1, 3)
-        by_norms: tuple[Any, Any] = (None, None)
-        if ctx.norms is not None:
-            weights = np.concatenate((np.tile(ctx.norms[0], (heads, 1)), ctx.norms[1][None]))
-            values = ctx.qkv.reshape(by_qkv.shape)[:, :, :, :-1]
-            turned[...], factors = _norm_gradient(values, weights, ctx.eps, turned)
-            sums = factors.sum((0, 1, 2))
-            by_norms = (Tensor.from_numpy(sums[:heads].sum(0)), Tensor.from_numpy(sums[heads].copy()))
-        return Tensor.from_numpy(by_qkv.reshape(ctx.qkv.shape)), None, None, None, *by_norms, None
+        return Tensor.from_numpy(by_qkv.reshape(ctx.qkv.shape)), None, None, *by_norms, None
 
 
 class _AttentionWeights(_Function):
@@ -200,10 +201,12 @@ def qkv_heads(
     groups: int,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    dim: int | None = None,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `mindformers_ext.ops.qkv_heads`."""
     query_norm, key_norm = (None, None) if norms is None else norms
-    return _QkvHeads.apply(qkv, cos, sin, groups, query_norm, key_norm, eps)
+    return _QkvHeads.apply(qkv, cos, sin, query_norm, key_norm, (groups, eps, dim, gated))
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:

@@ -66,31 +66,37 @@ def qkv_heads(
     groups: int,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    dim: int | None = None,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `mindformers_ext.ops.qkv_heads`."""
-    batch, length, dim = cos.shape
-    half = dim // 2
+    batch, length, rotary_dim = cos.shape
+    dim, half = dim or rotary_dim, rotary_dim // 2
     values = qkv.asnumpy().reshape(batch, length, groups, -1, dim)
-    heads = values.shape[3] - 2
+    heads = (values.shape[3] - 2) // (2 if gated else 1)
     cosines, sines = (table.asnumpy()[:, :, None, None] for table in (cos, sin))
-    weights = None
-    if norms is not None:
-        weights = np.concatenate((np.tile(norms[0].asnumpy(), (heads, 1)), norms[1].asnumpy()[None]))
+    weights = (None, None) if norms is None else (norms[0].asnumpy(), norms[1].asnumpy())
     query = np.empty((batch, groups, heads, length, dim), np.float32)
     key = np.empty((batch, groups, length, dim), np.float32)
     value = np.empty((batch, groups, length, dim), np.float32)
-    by_token = (query.transpose(0, 3, 1, 2, 4), key.transpose(0, 2, 1, 3)[:, :, :, None], value.transpose(0, 2, 1, 3))
+    value_by_token = value.transpose(0, 2, 1, 3)
+    turned = (
+        (values[:, :, :, :heads], query.transpose(0, 3, 1, 2, 4), weights[0]),
+        (values[:, :, :, -2:-1], key.transpose(0, 2, 1, 3)[:, :, :, None], weights[1]),
+    )
 
     def block(rows: slice, tokens: slice) -> None:
-        part, sine = values[rows, tokens, :, :-1], sines[rows, tokens]
-        if weights is not None:
-            part = part * inverse_rms(part, eps)
-            part *= weights
-        turned = part * cosines[rows, tokens]
-        turned[..., :half] -= part[..., half:] * sine[..., :half]
-        turned[..., half:] += part[..., :half] * sine[..., half:]
-        by_token[0][rows, tokens], by_token[1][rows, tokens] = turned[:, :, :, :heads], turned[:, :, :, heads:]
-        by_token[2][rows, tokens] = values[rows, tokens, :, -1]
+        cosine, sine = cosines[rows, tokens], sines[rows, tokens]
+        for source, target, weight in turned:
+            part, out = source[rows, tokens], target[rows, tokens]
+            if weight is not None:
+                part = part * inverse_rms(part, eps)
+                part *= weight
+            np.multiply(part[..., :rotary_dim], cosine, out=out[..., :rotary_dim])
+            out[..., :half] -= part[..., half:rotary_dim] * sine[..., :half]
+            out[..., half:rotary_dim] += part[..., :half] * sine[..., half:]
+            out[..., rotary_dim:] = part[..., rotary_dim:]
+        value_by_token[rows, tokens] = values[rows, tokens, :, -1]
 
     elements = groups * (heads + 1) * dim
     if length == 1:
@@ -99,6 +105,24 @@ def qkv_heads(
         for row in range(batch):
             by_blocks(partial(block, slice(row, row + 1)), length, elements)
     return Tensor.from_numpy(query), Tensor.from_numpy(key), Tensor.from_numpy(value)
+
+
+def gate_heads(x: Tensor, qkv: Tensor, groups: int, dim: int) -> Tensor:
+    """See `mindformers_ext.ops.gate_heads`."""
+    projected = qkv.asnumpy().reshape(len(qkv), groups, -1, dim)
+    heads = projected.shape[2] // 2 - 1
+    result = np.empty(x.shape, np.float32)
+
+    def block(rows: slice) -> None:
+        part = result[rows]
+        np.negative(projected[rows, :, heads : 2 * heads], out=part.reshape(-1, groups, heads, dim))
+        with np.errstate(over="ignore"):  # inf for a very negative gate, and 0 as it should be
+            np.exp(part, out=part)
+        part += np.float32(1)
+        np.divide(x.asnumpy()[rows], part, out=part)
+
+    by_blocks(block, *x.shape)
+    return Tensor.from_numpy(result)
 
 
 def swiglu(x: Tensor, limit: float = 0.0) -> Tensor:

@@ -41,9 +41,12 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates pairs ``(x[i], x[i + D/2])`` of the last axis; cos and sin broadcast against ``x`` ``[..., D]``."""
-    first, second = _halves(x)
-    return x * cos + ops.cat((-second, first), -1) * sin
+    """Rotates pairs ``(x[i], x[i + R/2])`` of the first R elements of the last axis; R is the size of cos and sin."""
+    size = cos.shape[-1]
+    turned = x if size == x.shape[-1] else x[..., :size]
+    first, second = _halves(turned)
+    turned = turned * cos + ops.cat((-second, first), -1) * sin
+    return turned if size == x.shape[-1] else ops.cat((turned, x[..., size:]), -1)
 
 
 def qkv_heads(
@@ -53,15 +56,25 @@ def qkv_heads(
     groups: int,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    dim: int | None = None,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `mindformers_ext.ops.qkv_heads`."""
-    batch, length, dim = cos.shape
-    parts = qkv.reshape(batch, length, groups, -1, dim).permute(0, 2, 3, 1, 4)
-    query, key, value = parts[:, :, :-2], parts[:, :, -2], parts[:, :, -1]
+    batch, length, rotary_dim = cos.shape
+    parts = qkv.reshape(batch, length, groups, -1, dim or rotary_dim).permute(0, 2, 3, 1, 4)
+    heads = (parts.shape[2] - 2) // (2 if gated else 1)
+    query, key, value = parts[:, :, :heads], parts[:, :, -2], parts[:, :, -1]
     if norms is not None:
         query, key = rms_norm(query, norms[0], eps), rms_norm(key, norms[1], eps)
     cos, sin = cos.expand_dims(1), sin.expand_dims(1)
     return rotary(query, cos.expand_dims(1), sin.expand_dims(1)), rotary(key, cos, sin), value
+
+
+def gate_heads(x: Tensor, qkv: Tensor, groups: int, dim: int) -> Tensor:
+    """See `mindformers_ext.ops.gate_heads`."""
+    parts = qkv.reshape(qkv.shape[0], groups, -1, dim)
+    heads = parts.shape[2] // 2 - 1
+    return x * ops.sigmoid(parts[:, :, heads : 2 * heads].reshape(x.shape))
 
 
 def swiglu(x: Tensor, limit: float = 0.0) -> Tensor:

@@ -8,18 +8,33 @@ from typing import Any
 from mindformers_ext.config import TrainConfig
 from mindformers_ext.generate import GenerationConfig, GenerationStats, generate_rows
 from mindformers_ext.generate.configuration import DEFAULT_MAX_NEW_TOKENS
+from mindformers_ext.models import TransformerConfig
 from mindformers_ext.predict import Completion, Record, RunResult, Tokenizer, run_generation
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
-from mindformers_ext.trainer.model import checkpoint_model_files
+from mindformers_ext.trainer.model import checkpoint_model_files, resolve_model_config
 
 __all__ = [
     "Resolved",
     "build_inference_tokenizer",
+    "configure_inference",
     "generate_batch",
     "generate_from_records",
     "resolve_generation",
     "without_unnamed_tokens",
 ]
+
+
+def configure_inference(config: TrainConfig) -> TransformerConfig:
+    """Returns the model that predicts, as the ``model`` section and ``config.json`` describe it.
+
+    Layers of multi-token prediction are cut, whatever the keys are called that give their number and options.
+
+    Raises:
+        ValueError: ``run_mode`` is not ``predict``, or see `resolve_model_config`.
+    """
+    if config.run_mode != "predict":
+        raise ValueError(f"run_mode: prediction needs predict, not {config.run_mode!r}")
+    return resolve_model_config(config)
 
 
 def build_inference_tokenizer(config: TrainConfig) -> Tokenizer:

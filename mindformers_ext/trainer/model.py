@@ -11,6 +11,7 @@ from mindformers_ext.config import TrainConfig
 from mindformers_ext.models import TransformerConfig, transformer_config
 from mindformers_ext.predict import Tokenizer
 from mindformers_ext.runtime import logger
+from mindformers_ext.trainer.mtp import without_mtp_layers
 
 
 def named_folder(path: str | os.PathLike[str], key: str) -> Path:
@@ -41,6 +42,8 @@ def checkpoint_model_files(config: TrainConfig) -> Path:
 def resolve_model_config(config: TrainConfig) -> TransformerConfig:
     """Joins the ``model`` section with the ``config.json`` that lies beside the weights, if there is one.
 
+    Layers of multi-token prediction are left out, and the log says so.
+
     Raises:
         ValueError: unknown family, missing or contradictory keys, or an unreadable ``config.json``.
     """
@@ -56,7 +59,12 @@ def resolve_model_config(config: TrainConfig) -> TransformerConfig:
             f"model: the section is missing and {config.checkpoint.load_path or 'checkpoint.load_path'} "
             "has no config.json that would describe the model"
         )
-    return transformer_config(section, hf_config)
+    sources, changes = without_mtp_layers([hf_config or {}, section])
+    if changes and config.run_mode == "predict":
+        logger.info("model: layers of multi-token prediction are not used: %s", ", ".join(changes))
+    elif changes:
+        logger.warning("model: layers of multi-token prediction are not trained: %s", ", ".join(changes))
+    return transformer_config(sources[1], sources[0])
 
 
 def tokenizer_folder(config: TrainConfig) -> Path | None:

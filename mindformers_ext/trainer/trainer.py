@@ -29,6 +29,7 @@ from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import CausalLM
 from mindformers_ext.trainer.inference import (
     build_inference_tokenizer,
+    configure_inference,
     generate_from_records,
     resolve_generation,
     without_unnamed_tokens,
@@ -111,7 +112,7 @@ class Trainer:
         else:
             self.tokenizer = training_tokenizer(self.config)
         if model is None:
-            model_config = resolve_model_config(self.config)
+            model_config = (configure_inference if self.is_inference else resolve_model_config)(self.config)
             model = CausalLM(model_config)
             if self.is_inference:
                 check_weights(self.config.checkpoint.load_path, model.weight_layout())

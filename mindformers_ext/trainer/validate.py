@@ -50,7 +50,7 @@ def validate(config: TrainConfig) -> None:
     tokenizer = _prediction_tokenizer(config) if predict else training_tokenizer(config)
     model = resolve_model_config(config)
     ParallelDims.from_config(config.parallelism, world_size())
-    inverse_frequencies(model.rope, model.kv_channels, model.max_position_embeddings)
+    inverse_frequencies(model.rope, model.rotary_dim, model.max_position_embeddings)
     if tokenizer is not None:
         _report_tokenizer(tokenizer, model)
     values = _report_weights(config, model)
@@ -102,7 +102,7 @@ def _report_prediction(config: TrainConfig, model: TransformerConfig, values: in
     else:
         print("input: none in the configuration; it has to be an argument of inference()")
     print(f"output: {section.output}")
-    per_token = 2 * model.num_layers * model.num_query_groups * model.kv_channels * _FLOAT_BYTES
+    per_token = model.num_layers * model.cache_width * _FLOAT_BYTES
     logits = section.batch_size * model.vocab_size * _FLOAT_BYTES
     print(f"memory: weights {_size(values * _FLOAT_BYTES)}, logits {_size(logits)}")
     rows = section.batch_size

@@ -7,12 +7,21 @@ from dataclasses import fields
 from typing import Any
 
 from mindformers_ext.models.config import TransformerConfig
-from mindformers_ext.models.families import deepseek_v3, llama, qwen2, qwen3, qwen3_moe
+from mindformers_ext.models.families import (
+    deepseek_v3,
+    deepseek_v4,
+    llama,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+)
 from mindformers_ext.models.families.family import Family
 from mindformers_ext.models.families.mapping import map_section, merge
 from mindformers_ext.models.weights import WeightLayout
 
-_MODULES = (deepseek_v3, llama, qwen2, qwen3, qwen3_moe)
+_MODULES = (deepseek_v3, deepseek_v4, llama, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 
 

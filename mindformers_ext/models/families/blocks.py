@@ -19,6 +19,7 @@ def decoder_layout(
     layer_mappings: LayerMappings,
     skippable: tuple[tuple[str, str], ...] = (INVERSE_FREQUENCIES,),
     renames: tuple[tuple[str, str], ...] = (),
+    head: str = "lm_head.weight",
 ) -> WeightLayout:
     """Returns the layout of embedding, layers, final norm and head.
 
@@ -27,6 +28,7 @@ def decoder_layout(
         layer_mappings: the parameters of one layer.
         skippable: see `WeightLayout`.
         renames: see `WeightLayout`.
+        head: what HuggingFace calls the weight of the head.
     """
     hidden = config.hidden_size
     mappings = [
@@ -38,10 +40,10 @@ def decoder_layout(
     copies: tuple[tuple[str, str], ...] = ()
     if config.tie_word_embeddings:
         # A tied checkpoint that was saved under pipeline parallelism may hold the last stage's copy.
-        head, embedding = ("lm_head.weight", "output_layer.weight"), mappings[0]
-        copies = ((head[0], embedding.sources[0]), (head[1], embedding.name))
+        embedding = mappings[0]
+        copies = ((head, embedding.sources[0]), ("output_layer.weight", embedding.name))
     else:
-        mappings.append(copied("output_layer.weight", "lm_head.weight", config.vocab_size, hidden))
+        mappings.append(copied("output_layer.weight", head, config.vocab_size, hidden))
     return WeightLayout(tuple(mappings), skippable, copies, renames)
 
 
@@ -60,7 +62,8 @@ def self_attention(config: TransformerConfig, ours: str, theirs: str) -> list[We
 
     def qkv(kind: str, *columns: int) -> WeightMapping:
         q, k, v = (f"{attention}{part}_proj.{kind}" for part in "qkv")
-        return fused_qkv(f"{ours}self_attention.linear_qkv.{kind}", (q, k, v), groups, heads, dim, columns)
+        name, gated = f"{ours}self_attention.linear_qkv.{kind}", config.attention_output_gate
+        return fused_qkv(name, (q, k, v), groups, heads, dim, columns, gated)
 
     proj = f"{ours}self_attention.linear_proj."
     mappings = [

@@ -28,7 +28,7 @@ _ROPE_LOOSE = {
     "mscale_all_dim": "mscale_all_dim",
 }
 _ROPE_NESTED = ("rope_scaling", "rope_parameters")
-_ROPE_KEYS = {*_ROPE_NESTED, "position_embedding_type", *_ROPE_LOOSE}
+ROPE_KEYS = {*_ROPE_NESTED, "position_embedding_type", *_ROPE_LOOSE}
 _ROPE_NUMBERS = {*_ROPE_LOOSE.values(), "low_freq_factor", "high_freq_factor", "attention_factor"}
 
 # Options that change results and that no family here has: the values under which they change nothing.
@@ -36,7 +36,6 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swiglu"),
     "activation_func": ("silu", "swiglu"),
     "use_sliding_window": (False, None),
-    "quantization_config": (None,),
     "partial_rotary_factor": (1, None),
     "gated_linear_unit": (True,),
     "normalization": ("RMSNorm",),
@@ -44,6 +43,9 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "num_experts": (0, None),
     "is_encoder_decoder": (False, None),
 }
+
+# How the weights are stored; they are computed with in float32.
+_QUANTIZATION = "quantization_config"
 
 # Keys without effect on a forward in float32.
 _WITHOUT_EFFECT = {
@@ -104,7 +106,9 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
         elif key in fixed:
             if value not in fixed[key]:
                 raise ValueError(f"{where}: {key}: {value!r} is not supported for {family.model_type}")
-        elif key in _ROPE_KEYS:
+        elif key == _QUANTIZATION:
+            _check_quantization(value, where)
+        elif key in ROPE_KEYS:
             rope[key] = value
         elif key == "layer_types" and set(value or ()) - {"full_attention"}:
             raise ValueError(
@@ -123,7 +127,26 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
                 _put(found, "partial_rotary_factor", f"{key}.partial_rotary_factor", checked, where)
     _report_unused(unused, family, where)
     mapped = {target: value for target, (_, value) in found.items()}
-    return mapped | ({"rope": _flat_rope(rope, where, partial)} if rope else {})
+    return mapped | ({"rope": flat_rope(rope, where, partial)} if rope else {})
+
+
+def _check_quantization(value: Any, where: str) -> None:
+    """Accepts the weights that `checkpoint` reads: FP8 in blocks with a scale each, experts perhaps in FP4."""
+    if value is None:
+        return
+    where = f"{where}: {_QUANTIZATION}"
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} must be a mapping, not {value!r}")
+    method, block, scales = value.get("quant_method"), value.get("weight_block_size"), value.get("scale_fmt")
+    if method != "fp8":
+        raise ValueError(
+            f"{where}.quant_method {method!r} is not supported; use weights in bfloat16, or fp8 with scales for blocks"
+        )
+    sizes = block if isinstance(block, (list, tuple)) else ()
+    if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(f"{where}.weight_block_size must be the two sides of a block, e.g. [128, 128], not {block!r}")
+    if scales not in (None, "float", "ue8m0"):
+        raise ValueError(f"{where}.scale_fmt {scales!r} is not supported; known are float and ue8m0")
 
 
 def _put(found: dict[str, tuple[str, Any]], target: str, key: str, value: Any, where: str) -> None:
@@ -139,9 +162,9 @@ def _report_unused(keys: Sequence[str], family: Family, where: str) -> None:
     if where != YAML:
         logger.info("%s: not needed here: %s", where, ", ".join(sorted(keys)))
         return
-    fixed = {*_MUST_BE, *family.fixed, *_DROPOUTS, *_DTYPES}
+    fixed = {*_MUST_BE, *family.fixed, *_DROPOUTS, *_DTYPES, _QUANTIZATION}
     harmless = {*_OTHER_KEYS, *_WITHOUT_EFFECT, *family.without_effect}
-    known = {*_known_fields(family), *family.aliases, *family.extra_keys, *_ROPE_KEYS, *fixed, *harmless}
+    known = {*_known_fields(family), *family.aliases, *family.extra_keys, *ROPE_KEYS, *fixed, *harmless}
     for key in keys:
         meant = None if key in known else _meant(key, known - _OTHER_KEYS)
         if meant is not None:
@@ -201,7 +224,7 @@ def _theirs(field_name: str, family: Family) -> str:
     return next((key for key, target in family.aliases.items() if target == field_name), field_name)
 
 
-def _flat_rope(keys: Mapping[str, Any], where: str, partial: bool) -> dict[str, Any]:
+def flat_rope(keys: Mapping[str, Any], where: str, partial: bool) -> dict[str, Any]:
     """One source's rotary settings under transformers' names: rope_type, rope_theta, factor, ...
 
     ``partial`` says that the family rotates a part of a head, which is a field of its own.

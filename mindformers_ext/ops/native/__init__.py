@@ -84,17 +84,21 @@ def qkv_heads(
     groups: int,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    dim: int | None = None,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `mindformers_ext.ops.qkv_heads`."""
-    batch, length, dim = cos.shape
+    batch, length, rotary_dim = cos.shape
+    dim = dim or rotary_dim
     qkv, cos, sin = _dense(qkv), _dense(cos), _dense(sin)
-    heads = qkv.shape[1] // (groups * dim) - 2
+    stored = qkv.shape[1] // (groups * dim)
+    heads = (stored - 2) // (2 if gated else 1)
     query = np.empty((batch, groups, heads, length, dim), np.float32)
     key, value = (np.empty((batch, groups, length, dim), np.float32) for _ in range(2))
     norm_pointers = (None, None) if norms is None else (_pointer(norms[0]), _pointer(norms[1]))
     _kernels().mfx_qkv_heads(
         _pointer(qkv), _pointer(cos), _pointer(sin), *norm_pointers, query.ctypes.data, key.ctypes.data,
-        value.ctypes.data, batch, length, groups, heads, dim, eps,
+        value.ctypes.data, batch, length, groups, stored, heads, dim, rotary_dim, eps,
     )  # fmt: skip
     return Tensor.from_numpy(query), Tensor.from_numpy(key), Tensor.from_numpy(value)
 

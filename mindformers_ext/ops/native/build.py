@@ -29,13 +29,21 @@ _SIGNATURES = {
     "mfx_add_rms_norm": (*[_POINTER] * 5, *[_INT] * 2, _FLOAT),
     "mfx_swiglu": (*[_POINTER] * 2, *[_INT] * 2, _FLOAT),
     "mfx_experts": (*[_POINTER] * 8, *[_INT] * 4, _FLOAT),
-    "mfx_qkv_heads": (*[_POINTER] * 8, *[_INT] * 5, _FLOAT),
+    "mfx_qkv_heads": (*[_POINTER] * 8, *[_INT] * 7, _FLOAT),
     "mfx_attention_weights": (*[_POINTER] * 2, *[_INT] * 5, _FLOAT),
     "mfx_attend": (*[_POINTER] * 6, *[_INT] * 6, _FLOAT),
     "mfx_split_latent": (*[_POINTER] * 7, *[_INT] * 5, _FLOAT),
     "mfx_absorb_query": (*[_POINTER] * 5, *[_INT] * 8),
     "mfx_attend_latent": (*[_POINTER] * 5, *[_INT] * 6, _FLOAT),
     "mfx_latent_values": (*[_POINTER] * 3, *[_INT] * 5),
+    "mfx_hyper_collapse": (*[_POINTER] * 8, *[_INT] * 4, _FLOAT, _FLOAT),
+    "mfx_hyper_expand": (*[_POINTER] * 5, *[_INT] * 3),
+    "mfx_partial_rotary": (*[_POINTER] * 5, *[_INT] * 5, _FLOAT, _FLOAT),
+    "mfx_sink_attention": (*[_POINTER] * 10, *[_INT] * 9, _FLOAT),
+    "mfx_index_scores": (*[_POINTER] * 4, *[_INT] * 6),
+    "mfx_causal_conv": (_POINTER, _INT, *[_POINTER] * 3, *[_INT] * 4),
+    "mfx_gated_delta_rule": (*[_POINTER] * 5, *[_INT] * 6),
+    "mfx_gated_rms_norm": (*[_POINTER] * 2, _INT, *[_POINTER] * 2, *[_INT] * 3, _FLOAT),
 }
 
 

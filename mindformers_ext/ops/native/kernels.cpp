@@ -9,15 +9,16 @@ namespace {
 using namespace mfx;
 
 inline void norm_and_rotate(const float* x, const float* weight, float eps, const float* cos, const float* sin, float* out,
-                            int64_t dim) {
+                            int64_t dim, int64_t rotary_dim) {
   const float factor = weight ? inverse_rms(x, dim, eps) : 1;
-  const int64_t half = dim / 2;
+  const int64_t half = rotary_dim / 2;
   for (int64_t i = 0; i < half; ++i) {
     const float first = weight ? x[i] * factor * weight[i] : x[i];
     const float second = weight ? x[i + half] * factor * weight[i + half] : x[i + half];
     out[i] = first * cos[i] - second * sin[i];
     out[i + half] = second * cos[i + half] + first * sin[i + half];
   }
+  for (int64_t i = rotary_dim; i < dim; ++i) out[i] = weight ? x[i] * factor * weight[i] : x[i];
 }
 
 }  // namespace
@@ -87,24 +88,24 @@ void mfx_swiglu(const float* x, float* out, int64_t rows, int64_t size, float li
   });
 }
 
-// Takes qkv [batch * length, groups, heads + 2, dim] apart: query [batch, groups, heads, length, dim], key and value
-// [batch, groups, length, dim]; queries and keys are normalised (unless the weights are null) and rotated by cos and sin
-// [batch * length, dim].
+// Takes qkv [batch * length, groups, stored, dim] apart, of which the first `heads` are queries, the last two key and value:
+// query [batch, groups, heads, length, dim], key and value [batch, groups, length, dim]; queries and keys are normalised
+// (unless the weights are null), and their first elements rotated by cos and sin [batch * length, rotary_dim].
 void mfx_qkv_heads(const float* qkv, const float* cos, const float* sin, const float* query_norm, const float* key_norm,
-                   float* query, float* key, float* value, int64_t batch, int64_t length, int64_t groups, int64_t heads,
-                   int64_t dim, float eps) {
+                   float* query, float* key, float* value, int64_t batch, int64_t length, int64_t groups, int64_t stored,
+                   int64_t heads, int64_t dim, int64_t rotary_dim, float eps) {
   parallel(batch * length * groups, 4 * (heads + 2) * dim, [=](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t token = item / groups, group = item % groups;
       const int64_t row = token / length, position = token % length;
-      const float* from = qkv + item * (heads + 2) * dim;
+      const float *from = qkv + item * stored * dim, *cosine = cos + token * rotary_dim, *sine = sin + token * rotary_dim;
       for (int64_t head = 0; head < heads; ++head) {
         float* to = query + (((row * groups + group) * heads + head) * length + position) * dim;
-        norm_and_rotate(from + head * dim, query_norm, eps, cos + token * dim, sin + token * dim, to, dim);
+        norm_and_rotate(from + head * dim, query_norm, eps, cosine, sine, to, dim, rotary_dim);
       }
       const int64_t to = ((row * groups + group) * length + position) * dim;
-      norm_and_rotate(from + heads * dim, key_norm, eps, cos + token * dim, sin + token * dim, key + to, dim);
-      std::copy_n(from + (heads + 1) * dim, dim, value + to);
+      norm_and_rotate(from + (stored - 2) * dim, key_norm, eps, cosine, sine, key + to, dim, rotary_dim);
+      std::copy_n(from + (stored - 1) * dim, dim, value + to);
     }
   });
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from mindformers_ext.checkpoint import export, load_weights, save_checkpoint, sa
 from mindformers_ext.checkpoint.convert import widen_bfloat16
 from mindformers_ext.checkpoint.tensor_file import TensorFile
 from mindformers_ext.checkpoint.tensor_writer import narrow
+from mindformers_ext.models.transforms import expert_gate_up
+from mindformers_ext.models.weights import WeightLayout
 from tests.unit.checkpoint import toy
 
 LAYOUT = toy.make_layout()
@@ -64,6 +67,19 @@ def test_each_parameter_is_read_once(tmp_path: Path) -> None:
 
     save_hf_checkpoint(tmp_path / "out", LAYOUT, read, CONFIG)
     assert reads == list(PARAMETERS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_writing_copies_no_parameter(tmp_path: Path, dtype: str) -> None:
+    mapping = expert_gate_up("w", ("e.{e}.gate", "e.{e}.up"), None, 2, 2048, 1024)
+    parameter = np.ones(mapping.shape, np.float32)
+    tracemalloc.start()
+    try:
+        save_hf_checkpoint(tmp_path / "out", WeightLayout((mapping,)), lambda name: parameter, {}, dtype)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < parameter.nbytes // 4  # 32 MiB
 
 
 def test_bfloat16_rounds_to_nearest_even() -> None:

@@ -232,6 +232,36 @@ def test_loading_needs_no_memory_beside_the_model(tmp_path: Path, dtype: str, nu
     assert count * one <= peak < count * one + one // 3
 
 
+# Loads tensors of 32, 16 and 16 MiB and prints the rise of the resident memory over the memory of the parameters.
+RESIDENT = """
+import re, sys
+import numpy as np
+from mindformers_ext.checkpoint import load_weights
+from mindformers_ext.models.weights import WeightLayout, WeightMapping
+def resident(key):
+    return int(re.search(key + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+shapes = {"big": (8192, 2048), "small.0": (4096, 2048), "small.1": (4096, 2048)}
+names = sorted(shapes, reverse=sys.argv[2] == "last")
+if sys.argv[2] == "transposed":
+    mappings = [WeightMapping(n, shapes[n][::-1], (n,), (shapes[n],), lambda p: [p.T]) for n in names]
+else:
+    mappings = [WeightMapping(n, shapes[n], (n,), (shapes[n],), lambda p: [p]) for n in names]
+kept, before = {}, resident("VmRSS")
+load_weights(sys.argv[1], WeightLayout(tuple(mappings)), kept.__setitem__)
+print((resident("VmHWM") - before) / sum(array.nbytes for array in kept.values()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("order", ["first", "last", "transposed"])
+def test_the_pages_of_the_file_do_not_stay_in_memory(tmp_path: Path, order: str) -> None:
+    shapes = {"big": (8192, 2048), "small.0": (4096, 2048), "small.1": (4096, 2048)}
+    toy.write_single(tmp_path, {name: np.ones(shape, np.float32) for name, shape in shapes.items()}, "BF16")
+    command = [sys.executable, "-c", RESIDENT, str(tmp_path), order]
+    found = subprocess.run(command, check=True, cwd=Path(__file__).parents[3], timeout=120, capture_output=True)
+    assert 0.95 < float(found.stdout) < 1.15  # 1.5 if the whole file stayed mapped
+
+
 def test_checking_reads_headers_only(tmp_path: Path) -> None:
     layout = WeightLayout((toy.plain("p", "p", (1024, 1024)),))
     toy.write_single(tmp_path, {"p": np.zeros((1024, 1024), np.float32)})

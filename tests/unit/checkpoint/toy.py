@@ -18,7 +18,10 @@ NORM = "model.norm.weight"
 QKV = tuple(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
 GATE_UP = ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight")
 HEAD = "lm_head.weight"
-NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I8": "i1", "F8_E4M3": "u1"}
+NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BOOL": "?"}
+NUMPY_TYPES |= {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1"}
+# Stored as the codes that are given.
+CODES = ("U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
 
 
 def plain(name: str, source: str, shape: tuple[int, ...], **options: Any) -> WeightMapping:
@@ -80,8 +83,7 @@ def to_bytes(array: np.ndarray, dtype: str) -> bytes:
     """Values in a stored type; bfloat16 by cutting, which is exact for `hf_weights`."""
     if dtype == "BF16":
         return (array.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
-    numpy_type = NUMPY_TYPES[dtype]
-    return array.astype(numpy_type).tobytes()
+    return array.astype("u1" if dtype in CODES else NUMPY_TYPES[dtype]).tobytes()
 
 
 def file_bytes(tensors: Mapping[str, np.ndarray], dtype: str | Mapping[str, str] = "F32") -> bytes:
@@ -92,7 +94,8 @@ def file_bytes(tensors: Mapping[str, np.ndarray], dtype: str | Mapping[str, str]
         stored = dtype if isinstance(dtype, str) else dtype.get(name, "F32")
         raw = to_bytes(array, stored)
         offsets = [len(data), len(data) + len(raw)]
-        header[name] = {"dtype": stored, "shape": list(array.shape), "data_offsets": offsets}
+        shape = [*array.shape[:-1], 2 * array.shape[-1]] if stored == "F4" else list(array.shape)
+        header[name] = {"dtype": stored, "shape": shape, "data_offsets": offsets}
         data += raw
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data

@@ -78,7 +78,7 @@ def test_missing_keys_are_named_as_the_user_would_write_them():
     [
         ("hidden_act", "gelu"),
         ("use_sliding_window", True),
-        ("quantization_config", {"quant_method": "fp8"}),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}),
         ("layer_types", ["full_attention", "sliding_attention"]),
         ("partial_rotary_factor", 0.5),
     ],
@@ -86,6 +86,35 @@ def test_missing_keys_are_named_as_the_user_would_write_them():
 def test_options_that_would_change_results_are_refused(key, value):
     with pytest.raises(ValueError, match=key):
         transformer_config(SMALL | {key: value})
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize("extra", [{}, {"scale_fmt": "ue8m0"}, {"scale_fmt": "float"}])
+def test_weights_in_fp8_blocks_are_accepted_and_not_written_again(extra):
+    config = transformer_config({}, SMALL | {"quantization_config": FP8 | extra})
+    assert config == transformer_config(SMALL | {"quantization_config": None})
+    assert "quantization_config" not in hf_config(config)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "gptq"}, "quantization_config.quant_method 'gptq' is not supported; use weights in bfloat16"),
+        ({"quant_method": "awq"}, "quant_method 'awq' is not supported"),
+        ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
+        ({}, "quant_method None is not supported"),
+        ("fp8", "quantization_config must be a mapping, not 'fp8'"),
+        (FP8 | {"weight_block_size": None}, r"weight_block_size must be .* e.g. \[128, 128\], not None"),
+        (FP8 | {"weight_block_size": [128, 0]}, r"weight_block_size must be .*, not \[128, 0\]"),
+        (FP8 | {"scale_fmt": "e4m3"}, "scale_fmt 'e4m3' is not supported; known are float and ue8m0"),
+    ],
+)
+def test_other_quantizations_are_refused_with_their_key(quantization, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        transformer_config({}, SMALL | {"quantization_config": quantization})
+    assert str(caught.value).startswith("config.json: quantization_config")
 
 
 def test_keys_without_effect_are_named_in_one_warning(log):

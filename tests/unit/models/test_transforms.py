@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindformers_ext.models.transforms import copied, expert_down, expert_gate_up, fused_qkv, interleaved_gate_up
+from mindformers_ext.models.transforms import (
+    copied,
+    expert_down,
+    expert_gate_up,
+    fused_qkv,
+    interleaved_gate_up,
+    joined_rows,
+)
 from mindformers_ext.models.weights import Sources, WeightMapping
 
 HIDDEN, FFN, EXPERTS = 4, 3, 5
@@ -17,8 +24,12 @@ MAPPINGS = [
     fused_qkv("qkv_bias", ("q", "k", "v"), 2, 3, 4, ()),
     interleaved_gate_up("fc1", ("gate", "up"), 3, (2,)),
     interleaved_gate_up("fc1_bias", ("gate", "up"), 3, ()),
+    joined_rows("joined", ("above", "below"), (3, 4), (2,)),
     GATE_UP,
     DOWN,
+    fused_qkv("gated_qkv", ("q", "k", "v"), 2, 3, 4, (5,), gated=True),
+    fused_qkv("gated_qkv_bias", ("q", "k", "v"), 2, 3, 4, (), gated=True),
+    joined_rows("in_proj", ("a", "b", "c"), (3, 1, 2), (5,)),
 ]
 
 
@@ -57,11 +68,32 @@ def test_qkv_rows_are_fused_group_by_group() -> None:
     np.testing.assert_array_equal(filled(mapping, mapping.forms[0], [q, k, v]), np.concatenate(groups))
 
 
+def test_gates_of_a_group_follow_its_queries() -> None:
+    mapping = next(mapping for mapping in MAPPINGS if mapping.name == "gated_qkv")
+    q, k, v = tensors_of(mapping.forms[0])
+    heads = q.reshape(2, 3, 2, 4, 5)  # group, head, query or gate
+    expected = [
+        part.reshape(-1, 5) for g in (0, 1) for part in (heads[g, :, 0], heads[g, :, 1], k[4 * g :][:4], v[4 * g :][:4])
+    ]
+    np.testing.assert_array_equal(filled(mapping, mapping.forms[0], [q, k, v]), np.concatenate(expected))
+
+
+def test_joined_rows_keep_their_order() -> None:
+    tensors = tensors_of(MAPPINGS[-1].forms[0])
+    np.testing.assert_array_equal(filled(MAPPINGS[-1], MAPPINGS[-1].forms[0], tensors), np.concatenate(tensors))
+
+
 def test_gate_and_up_rows_alternate() -> None:
     mapping = MAPPINGS[3]
     gate, up = tensors_of(mapping.forms[0])
     expected = np.array([gate[0], up[0], gate[1], up[1], gate[2], up[2]])
     np.testing.assert_array_equal(filled(mapping, mapping.forms[0], [gate, up]), expected)
+
+
+def test_rows_of_the_second_projection_follow_those_of_the_first() -> None:
+    mapping = MAPPINGS[5]
+    above, below = tensors_of(mapping.forms[0])
+    np.testing.assert_array_equal(filled(mapping, mapping.forms[0], [above, below]), np.concatenate([above, below]))
 
 
 def test_experts_one_by_one_and_stacked_make_the_same_parameter() -> None:

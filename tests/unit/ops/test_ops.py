@@ -69,6 +69,48 @@ def test_qkv_heads_equals_the_reference(same, random, batch, length, normed):
     same("qkv_heads", qkv, cos, sin, groups, norms, 1e-6)
 
 
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("batch", "length"), [(2, 5), (3, 1), (1, 700), (700, 1)])
+def test_gated_heads_that_turn_in_part_equal_the_reference(same, random, batch, length, normed):
+    groups, heads, dim, rotary_dim = 2, 3, 18, 6
+    qkv = random(batch * length, groups * (2 * heads + 2) * dim)
+    norms = (random(dim), random(dim)) if normed else None
+    half = random(batch, length, rotary_dim // 2), random(batch, length, rotary_dim // 2)
+    cos, sin = (Tensor(np.concatenate([part.asnumpy()] * 2, -1)) for part in half)
+    same("qkv_heads", qkv, cos, sin, groups, norms, 1e-6, dim, True)
+
+
+def test_gated_heads_are_the_plain_ones_without_the_gates(random):
+    plain, (cos, sin) = random(6, 2, 5, 8), (random(2, 3, 8), random(2, 3, 8))
+    gated = np.concatenate((plain.asnumpy()[:, :, :3], random(6, 2, 3, 8).asnumpy(), plain.asnumpy()[:, :, 3:]), 2)
+    expected = reference.qkv_heads(plain.reshape(6, -1), cos, sin, 2)
+    result = reference.qkv_heads(Tensor(gated.reshape(6, -1)), cos, sin, 2, gated=True)
+    for one, other in zip(result, expected, strict=True):
+        np.testing.assert_array_equal(one.asnumpy(), other.asnumpy())
+
+
+def test_elements_of_a_head_that_do_not_turn_stay_as_they_are(random):
+    qkv, cos, sin = random(3, 24), random(1, 3, 4), random(1, 3, 4)
+    query, key, value = reference.qkv_heads(qkv, cos, sin, 1, dim=8)
+    turned = [reference.rotary(qkv[:, start : start + 4], cos, sin) for start in (0, 8)]
+    parts = qkv.asnumpy().reshape(3, 3, 8)
+    for head, number in ((query, 0), (key, 1)):
+        found = head.asnumpy().reshape(3, 8)
+        np.testing.assert_array_equal(found[:, 4:], parts[:, number, 4:])
+        np.testing.assert_array_equal(found[:, :4], turned[number].asnumpy()[0])
+    np.testing.assert_array_equal(value.asnumpy().reshape(3, 8), parts[:, 2])
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_gate_heads_equals_its_definition(random, rows):
+    x, qkv = random(rows, 2 * 3 * 8), random(rows, 2 * 8 * 8)
+    gates = qkv.asnumpy().reshape(rows, 2, 8, 8)[:, :, 3:6].astype(np.float64)
+    expected = x.asnumpy() / (1 + np.exp(-gates.reshape(rows, -1)))
+    for implementation in (reference, host):
+        result = implementation.gate_heads(x, qkv, 2, 8).asnumpy()
+        np.testing.assert_allclose(result, expected, rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize(("batch", "length", "slots"), [(2, 4, 6), (300, 4, 6), (3, 1, 70), (9, 1, 33), (1, 60, 130)])
 def test_attention_equals_the_reference(same, random, batch, length, slots, per_row):
@@ -260,12 +302,17 @@ def gradient_cases(random):
         "swiglu": (lambda to, x: to.swiglu(x), (6, 8)),
         "qkv_heads": (lambda to, x: _joined(to.qkv_heads(x, cos, sin, 2, (weight, other), 1e-6)), (6, 64)),
         "qkv_heads without norm": (lambda to, x: _joined(to.qkv_heads(x, cos, sin, 2)), (6, 64)),
+        "qkv_heads with gates": (
+            lambda to, x: _joined(to.qkv_heads(x, cos[..., :4], sin[..., :4], 2, (weight, other), 1e-6, 8, True)),
+            (6, 96),
+        ),
         "qkv_heads by query norm": (
             lambda to, x: _joined(
                 to.qkv_heads(sin.reshape(2, 24).tile((3, 1)).reshape(6, 24), cos, sin, 1, (x, x), 0.1)
             ),
             (8,),
         ),
+        "gate_heads": (lambda _, x: ops.gate_heads(x[:, :16], x, 1, 8), (6, 48)),
         "attention": (lambda to, x: to.attention(x, x[:, :, 0], x[:, :, 1], bias, 0.3), (1, 2, 2, 3, 8)),
         "cross_entropy": (lambda to, x: to.cross_entropy(x, labels).reshape(1), (6, 8)),
     }

@@ -1,0 +1,47 @@
+"""Settings of multi-token prediction, whose layers are neither trained nor used here. Never imports mindspore."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_COUNTS = ("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers")
+_NUM_LAYERS = ("num_hidden_layers", "num_layers")
+# Lists of one entry a layer, in which those of multi-token prediction come last.
+_LISTS = ("compress_ratios", "csa_compress_ratios", "layer_types", "mlp_layer_types")
+
+
+def without_mtp_layers(sources: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Cuts the layers of multi-token prediction out of what describes a model.
+
+    Their number becomes 0, under every name that it has, and lists of one entry a layer end with the decoder's last.
+
+    Args:
+        sources: keys and values of ``config.json``, the YAML, ...; later ones win. They are not changed.
+
+    Returns:
+        The sources without these layers, and what was changed, in words.
+    """
+    layers = _num_layers(sources)
+    cut, changes = [], []
+    for source in sources:
+        kept = dict(source)
+        for key in _COUNTS:
+            if key in kept and kept[key]:
+                changes.append(f"{key} {kept[key]} -> 0")
+                kept[key] = 0
+        for key in _LISTS:
+            entries = kept.get(key)
+            if layers is not None and isinstance(entries, (list, tuple)) and len(entries) > layers:
+                changes.append(f"{key} of {len(entries)} entries -> {layers}")
+                kept[key] = list(entries[:layers])
+        cut.append(kept)
+    return cut, changes
+
+
+def _num_layers(sources: Sequence[Mapping[str, Any]]) -> int | None:
+    for source in reversed(sources):
+        for key in _NUM_LAYERS:
+            if isinstance(source.get(key), int):
+                return int(source[key])
+    return None
