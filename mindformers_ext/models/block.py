@@ -15,6 +15,7 @@ from mindformers_ext.models.hyper_connections import HyperConnection, HyperHead
 from mindformers_ext.models.latent_attention import MLASelfAttention
 from mindformers_ext.models.layers import MLP, RMSNorm
 from mindformers_ext.models.moe import MoELayer
+from mindformers_ext.models.shard import ModelShard
 from mindformers_ext.models.sparse_attention import LAYER_TYPES as SPARSE_LAYER_TYPES
 from mindformers_ext.models.sparse_attention import SparseAttention
 
@@ -35,17 +36,17 @@ def build_attention(config: TransformerConfig, layer_number: int) -> nn.Cell:
     raise ValueError(f"model: layer_types: {kind!r} is not known for {config.model_type}")
 
 
-def build_mlp(config: TransformerConfig, layer_number: int) -> nn.Cell:
+def build_mlp(shard: ModelShard, layer_number: int) -> nn.Cell:
     """Returns the MLP of a layer, by its type.
 
     Raises:
         ValueError: no such type.
     """
-    kind = config.mlp_layer_types[layer_number]
+    kind = shard.local.mlp_layer_types[layer_number]
     if kind == "dense":
-        return MLP(config)
+        return MLP(shard.local)
     if kind in ("moe", "hash_moe"):
-        return MoELayer(config, layer_number)
+        return MoELayer(shard, layer_number)
     raise ValueError(f"model: mlp_layer_types: {kind!r} is not known; give dense, moe or hash_moe")
 
 
@@ -53,17 +54,19 @@ class TransformerLayer(nn.Cell):
     """Pre-norm attention and MLP, each with a residual connection.
 
     Args:
-        config: sizes and options; the kinds of attention and MLP come from its lists of layer types.
+        shard: sizes, and the place of this process; the kinds of attention and MLP come from its lists of layer types.
         layer_number: index of the layer in the model.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int) -> None:
+    def __init__(self, shard: ModelShard, layer_number: int) -> None:
         super().__init__()
+        config = shard.local
+        self._tp = shard.context.tp
         eps, zero_centered = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
         self.input_layernorm = RMSNorm(config.hidden_size, eps, zero_centered)
         self.self_attention = build_attention(config, layer_number)
         self.pre_mlp_layernorm = RMSNorm(config.hidden_size, eps, zero_centered)
-        self.mlp = build_mlp(config, layer_number)
+        self.mlp = build_mlp(shard, layer_number)
         self.is_dense = config.mlp_layer_types[layer_number] == "dense"
 
     def construct(
@@ -84,18 +87,23 @@ class TransformerLayer(nn.Cell):
             normed = self.input_layernorm(hidden)
         else:
             hidden, normed = self.input_layernorm.add(hidden, update)
-        attended = self.self_attention(normed, context, state)
-        hidden, normed = self.pre_mlp_layernorm.add(hidden, attended)
-        return hidden, self.mlp(normed) if self.is_dense else self.mlp(normed, context)
+        hidden, normed = self.pre_mlp_layernorm.add(hidden, self._attend(normed, context, state))
+        return hidden, self._feed_forward(normed, context)
+
+    def _attend(self, normed: Tensor, context: ForwardContext, state: LayerState | None) -> Tensor:
+        return self._tp.all_reduce(self.self_attention(normed, context, state))
+
+    def _feed_forward(self, normed: Tensor, context: ForwardContext) -> Tensor:
+        return self._tp.all_reduce(self.mlp(normed)) if self.is_dense else self.mlp(normed, context)
 
 
 class HyperConnectionLayer(TransformerLayer):
     """A layer whose attention and MLP each read from and write to several residual streams."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int) -> None:
-        super().__init__(config, layer_number)
-        self.attn_hc = HyperConnection(config)
-        self.ffn_hc = HyperConnection(config)
+    def __init__(self, shard: ModelShard, layer_number: int) -> None:
+        super().__init__(shard, layer_number)
+        self.attn_hc = HyperConnection(shard.config)
+        self.ffn_hc = HyperConnection(shard.config)
 
     def construct(
         self, hidden: Tensor, update: Tensor | None, context: ForwardContext, state: LayerState | None = None
@@ -103,11 +111,10 @@ class HyperConnectionLayer(TransformerLayer):
         """Maps streams ``hidden`` float32 ``[B * S, n * H]`` to streams; there never is an ``update``."""
         streams = hidden
         collapsed, post, comb = self.attn_hc(streams)
-        attended = self.self_attention(self.input_layernorm(collapsed), context, state)
+        attended = self._attend(self.input_layernorm(collapsed), context, state)
         streams = self.attn_hc.expand(attended, streams, post, comb)
         collapsed, post, comb = self.ffn_hc(streams)
-        normed = self.pre_mlp_layernorm(collapsed)
-        output = self.mlp(normed) if self.is_dense else self.mlp(normed, context)
+        output = self._feed_forward(self.pre_mlp_layernorm(collapsed), context)
         return self.ffn_hc.expand(output, streams, post, comb), None
 
 

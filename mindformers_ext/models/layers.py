@@ -11,6 +11,7 @@ from mindspore.common.initializer import Zero
 
 from mindformers_ext import ops
 from mindformers_ext.models.config import TransformerConfig
+from mindformers_ext.models.shard import ModelShard
 
 # From a generator and a shape to the first values of a parameter.
 Initial = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
@@ -95,16 +96,19 @@ class MLP(nn.Cell):
 
 
 class LanguageModelEmbedding(nn.Cell):
-    """Token embedding."""
+    """Token embedding; under tensor parallelism each process holds the rows of some ids, and the sum has all."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, shard: ModelShard) -> None:
         super().__init__()
+        self._tp, self._first, self._end = shard.context.tp, *shard.vocab
         self.word_embeddings = nn.Cell()
-        self.word_embeddings.weight = empty_parameter(config.vocab_size, config.hidden_size)
+        self.word_embeddings.weight = empty_parameter(self._end - self._first, shard.config.hidden_size)
 
     def construct(self, ids: Tensor) -> Tensor:
         """Maps int32 ids of any shape to float32 ``[..., H]``."""
-        return ops.embedding(ids, self.word_embeddings.weight)
+        if self._tp.size == 1:
+            return ops.embedding(ids, self.word_embeddings.weight)
+        return self._tp.all_reduce(ops.embedding_part(ids, self.word_embeddings.weight, self._first))
 
 
 def initialise(parameter: Parameter, std: float, residual_std: float, generator: np.random.Generator) -> None:

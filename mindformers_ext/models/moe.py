@@ -9,40 +9,51 @@ from mindspore import Tensor, nn
 from mindformers_ext import ops
 from mindformers_ext.models.config import MoEConfig, TransformerConfig
 from mindformers_ext.models.context import ForwardContext
+from mindformers_ext.models.expert_parallel import TokenExchange
 from mindformers_ext.models.layers import MLP, Linear, empty_parameter
+from mindformers_ext.models.shard import ModelShard
 
 
 class MoELayer(nn.Cell):
     """Routed experts, and a shared one where the family has it.
 
     Args:
-        config: sizes and options.
+        shard: sizes, and the place of this process.
         layer_number: index of the layer; its type ``hash_moe`` takes the experts of a token from a table by token id.
 
     Raises:
         ValueError: the configuration has no mixture of experts.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int = 0) -> None:
+    def __init__(self, shard: ModelShard, layer_number: int = 0) -> None:
         super().__init__()
+        config = shard.local
         moe = config.moe
         if moe is None:
             raise ValueError(f"model: {config.model_type} has no experts, so mlp_layer_types cannot be moe")
         hashed = config.mlp_layer_types[layer_number] == "hash_moe"
         self.router = Router(config, moe, hashed)
-        self.experts = Experts(config, moe)
+        self.experts = Experts(config, moe, shard.local_experts)
         self.expert_bias = None
         if moe.moe_router_enable_expert_bias and not hashed:
             self.expert_bias = empty_parameter(moe.num_moe_experts, initial=0.0)
             self.expert_bias.requires_grad = False  # it balances the experts' load and is no part of the loss
         self.shared_experts = SharedExperts(config, moe) if moe.moe_shared_expert_intermediate_size else None
         self.clamp_value = config.activation_func_clamp_value
+        self._exchange = TokenExchange(shard) if shard.context.ep.size > 1 else None
+        self._tp = shard.context.tp
 
     def construct(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Maps float32 ``[B * S, H]`` to ``[B * S, H]``; pads reach no expert."""
         ids, factors = self.router(x, context, self.expert_bias)
-        routed = ops.experts(x, ids, factors, self.experts.weight1, self.experts.weight2, self.clamp_value)
-        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+        if self._exchange is not None:
+            routed = self._exchange.run(x, ids, factors, context, self._run_experts)
+            return routed if self.shared_experts is None else routed + self._tp.all_reduce(self.shared_experts(x))
+        routed = self._run_experts(x, ids, factors)
+        return self._tp.all_reduce(routed if self.shared_experts is None else routed + self.shared_experts(x))
+
+    def _run_experts(self, x: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
+        return ops.experts(x, ids, factors, self.experts.weight1, self.experts.weight2, self.clamp_value)
 
 
 class Router(nn.Cell):
@@ -77,11 +88,11 @@ class Router(nn.Cell):
 
 
 class Experts(nn.Cell):
-    """The weights of all routed experts: gate beside up ``[E, H, 2 F]``, and down ``[E, F, H]``."""
+    """The weights of the routed experts: gate beside up ``[E, H, 2 F]``, and down ``[E, F, H]``."""
 
-    def __init__(self, config: TransformerConfig, moe: MoEConfig) -> None:
+    def __init__(self, config: TransformerConfig, moe: MoEConfig, count: int) -> None:
         super().__init__()
-        count, hidden, ffn = moe.num_moe_experts, config.hidden_size, moe.moe_ffn_hidden_size
+        hidden, ffn = config.hidden_size, moe.moe_ffn_hidden_size
         self.weight1 = empty_parameter(count, hidden, 2 * ffn)
         self.weight2 = empty_parameter(count, ffn, hidden, initial="residual")
 

@@ -29,7 +29,7 @@ from mindformers_ext.ops.delta_rule import causal_conv, delta_gates, gated_delta
 from mindformers_ext.ops.hyper_connections import hyper_collapse, hyper_expand, hyper_head
 from mindformers_ext.ops.latent_attention import absorbed_attention, latent_heads, split_latent
 from mindformers_ext.ops.moe import Routing, experts, route
-from mindformers_ext.ops.reference import embedding
+from mindformers_ext.ops.reference import embedding, embedding_part
 from mindformers_ext.ops.sparse_attention import (
     grouped_linear,
     partial_rotary,
@@ -48,6 +48,7 @@ __all__ = [
     "delta_gates",
     "describe",
     "embedding",
+    "embedding_part",
     "experts",
     "gate_heads",
     "gated_delta_rule",

@@ -24,6 +24,20 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     return ops.gather(table, ids, 0)
 
 
+def embedding_part(ids: Tensor, table: Tensor, first: int) -> Tensor:
+    """Rows of ids from ``first`` on, which ``table`` ``[R, H]`` holds; zeros for all other ids.
+
+    Args:
+        ids: int32 of any shape.
+        table: float32 ``[R, H]``, the rows of the ids ``first`` to ``first + R - 1``.
+        first: smallest of these ids.
+    """
+    local = ids - first
+    inside = ops.logical_and(local >= 0, local < table.shape[0])
+    rows = ops.gather(table, local * inside.astype(ms.int32), 0)
+    return rows * inside.astype(ms.float32).expand_dims(-1)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """See `mindformers_ext.ops.sigmoid`."""
     return ops.sigmoid(x)
