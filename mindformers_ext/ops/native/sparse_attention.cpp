@@ -9,21 +9,6 @@ namespace {
 
 using namespace mfx;
 
-// M dot products of rows of `x`, `stride` apart, with `y`.
-template <int M>
-inline void dots(const float* x, int64_t stride, const float* y, int64_t dim, float* out) {
-  vec acc[M] = {};
-  int64_t at = 0;
-  for (; at + kLanes <= dim; at += kLanes) {
-    const vec value = load(y + at);
-    for (int i = 0; i < M; ++i) acc[i] += load(x + i * stride + at) * value;
-  }
-  for (int i = 0; i < M; ++i) {
-    if (at < dim) acc[i] += load_part(x + i * stride + at, dim - at, 0) * load_part(y + at, dim - at, 0);
-    out[i] = sum(acc[i]);
-  }
-}
-
 // Turns `count` scores into softmax weights beside a sink that takes its part.
 inline void softmax_with_sink(float* scores, int64_t count, float sink) {
   float top = sink;
@@ -62,7 +47,7 @@ inline void attend(const float* query, const Keys& keys, const float* sinks, flo
   const int64_t dim = keys.dim, count = keys.count;
   for (int64_t i = 0; i < count; ++i) {
     float products[M];
-    dots<M>(query, dim, keys.at(i), dim, products);
+    dot_block<M, 1>(query, keys.at(i), nullptr, products, 1, dim);
     for (int head = 0; head < M; ++head) scores[head * count + i] = products[head] * scale + keys.bias[i];
   }
   for (int head = 0; head < M; ++head) softmax_with_sink(scores + head * count, count, sinks[head]);
@@ -77,12 +62,6 @@ inline void attend(const float* query, const Keys& keys, const float* sinks, flo
 }
 
 constexpr int kHeads = 4;  // heads that share what is read of the keys
-
-inline float inverse_rms(const float* x, int64_t dim, float eps) {
-  float squares;
-  dots<1>(x, dim, x, dim, &squares);
-  return 1 / std::sqrt(squares / dim + eps);
-}
 
 }  // namespace
 
@@ -161,12 +140,12 @@ void mfx_index_scores(const float* query, const float* keys, const float* weight
       int64_t head = 0;
       for (; head + kHeads <= heads; head += kHeads) {
         float products[kHeads];
-        dots<kHeads>(q + head * dim, dim, key, dim, products);
+        dot_block<kHeads, 1>(q + head * dim, key, nullptr, products, 1, dim);
         for (int i = 0; i < kHeads; ++i) total += w[head + i] * std::max(products[i], 0.0f);
       }
       for (; head < heads; ++head) {
         float product;
-        dots<1>(q + head * dim, dim, key, dim, &product);
+        dot_block<1, 1>(q + head * dim, key, nullptr, &product, 1, dim);
         total += w[head] * std::max(product, 0.0f);
       }
       out[item] = total;
