@@ -78,12 +78,6 @@ inline void attend(const float* query, const Keys& keys, const float* sinks, flo
 
 constexpr int kHeads = 4;  // heads that share what is read of the keys
 
-inline float inverse_rms(const float* x, int64_t dim, float eps) {
-  float squares;
-  dots<1>(x, dim, x, dim, &squares);
-  return 1 / std::sqrt(squares / dim + eps);
-}
-
 }  // namespace
 
 extern "C" {
