@@ -9,7 +9,7 @@ import pytest
 from mindspore import Tensor
 from safetensors.numpy import load_file, save_file
 
-from mindformers_ext.checkpoint import check_weights, load_weights
+from mindformers_ext.checkpoint import check_weights, export, load_weights
 from mindformers_ext.models import hf_config, transformer_config, weight_layout
 from mindformers_ext.models.delta_net import DeltaNetState
 from mindformers_ext.models.gpt_model import GPTModel
@@ -122,6 +122,23 @@ def test_a_composite_checkpoint_has_the_weights_of_its_text_model(name, tmp_path
         "mtp.fc.weight": "for predicting several tokens at once",
         "mtp.layers.0.mlp.gate.weight": "for predicting several tokens at once",
     }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_composite_checkpoint_is_exported_as_its_text_model(name, tmp_path):
+    source, output = tmp_path / "source", tmp_path / "output"
+    source.mkdir()
+    composite_checkpoint(name, source)
+    assert export.main(["--load_path", str(source), "--output", str(output), "--dtype", "float32"]) == 0
+    written = json.loads((output / "config.json").read_text())
+    expected = text_config(name)
+    for key in ("model_type", "architectures", "eos_token_id", "pad_token_id", "layer_types", "tie_word_embeddings"):
+        assert written[key] == expected[key], key
+    assert transformer_config({}, written) == transformer_config({}, expected)
+    tensors, originals = load_file(output / "model.safetensors"), load_file(CHECKPOINTS / name / "model.safetensors")
+    assert tensors.keys() == originals.keys()
+    for tensor, values in originals.items():
+        np.testing.assert_array_equal(tensors[tensor], values, err_msg=tensor)
 
 
 @functools.cache
