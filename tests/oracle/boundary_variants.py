@@ -24,9 +24,11 @@ LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
+    "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+# Both leave some of 8 frequencies alone, divide some, and mix some.
+YARN_DEFAULTS = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 4096}
+YARN = YARN_DEFAULTS | {"original_max_position_embeddings": 64, "beta_fast": 4, "beta_slow": 1}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DELTA_NET = {
     "head_dim": 16,
@@ -96,7 +98,7 @@ VARIANTS = {
         "biases_tied": LlamaConfig(
             **DENSE | {"tie_word_embeddings": True}, head_dim=12, attention_bias=True, mlp_bias=True
         ),
-        "llama3_rope": LlamaConfig(**DENSE | {"num_key_value_heads": 4}, rope_parameters=LLAMA3),
+        "llama3_rope": LlamaConfig(**DENSE | {"num_key_value_heads": 4}, head_dim=16, rope_parameters=LLAMA3),
         "yarn_one_group": LlamaConfig(**DENSE | {"num_key_value_heads": 1}, head_dim=16, rope_parameters=YARN),
         "linear_rope": LlamaConfig(
             **DENSE, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
@@ -104,7 +106,9 @@ VARIANTS = {
     },
     "qwen2": {
         "untied": Qwen2Config(**DENSE),
-        "yarn_one_group": Qwen2Config(**DENSE | {"num_key_value_heads": 1}, rope_parameters=YARN),
+        "yarn_one_group": Qwen2Config(
+            **DENSE | {"num_key_value_heads": 1, "num_attention_heads": 2}, rope_parameters=YARN_DEFAULTS
+        ),
     },
     "qwen3": {
         "tied": Qwen3Config(**DENSE | {"tie_word_embeddings": True}, head_dim=12),
@@ -165,13 +169,20 @@ VARIANTS = {
             routed_scaling_factor=1.0,
         ),
         "yarn_mscale": DeepseekV3Config(
-            **MLA | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "num_experts_per_tok": 3},
+            **MLA
+            | {
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 0,
+                "num_experts_per_tok": 3,
+                "qk_rope_head_dim": 16,
+            },
             norm_topk_prob=False,
             attention_bias=True,
-            rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 1},
+            rope_parameters=YARN_DEFAULTS | {"mscale": 1.0, "mscale_all_dim": 0.7},
         ),
         "yarn_unequal_mscale_halves": DeepseekV3Config(
-            **MLA | {"q_lora_rank": None, "first_k_dense_replace": 2},
+            **MLA | {"q_lora_rank": None, "first_k_dense_replace": 2, "qk_rope_head_dim": 16},
             rope_interleave=False,
             rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 1.0},
         ),
@@ -187,9 +198,11 @@ VARIANTS = {
                 "hc_mult": 2,
                 "hc_sinkhorn_iters": 3,
                 "o_groups": 4,
-                "partial_rotary_factor": 0.25,
+                "head_dim": 32,
+                "index_head_dim": 16,
+                "compress_rope_theta": 1000.0,
             },
-            rope_parameters=YARN | {"beta_fast": 32, "beta_slow": 1},
+            rope_parameters={key: value for key, value in YARN.items() if key != "rope_theta"},
         ),
         "rates_5_3_clipped": DeepseekV4Config(
             **SPARSE
