@@ -29,13 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _export(load_path: str, output: str, dtype: str, max_shard_bytes: int) -> None:
-    from mindformers_ext.models.families import weight_layout_of  # the only place here that needs model families
+    from mindformers_ext.models.families import saved_config, weight_layout_of  # only this needs model families
 
     source = model_files_folder(checkpoint_folder(load_path))
     config = read_json_object(source / "config.json")
     layout = weight_layout_of(config)
     with open_weights(load_path, layout) as reader:
-        files = save_hf_checkpoint(output, layout, reader.read, config, dtype, max_shard_bytes, source)
+        files = save_hf_checkpoint(output, layout, reader.read, saved_config(config), dtype, max_shard_bytes, source)
         print(f"{reader.report.summary()} -> {output} ({dtype}, {len(files)} file(s))")
 
 

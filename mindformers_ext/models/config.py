@@ -153,7 +153,7 @@ class SparseAttentionConfig:
         dsa_indexer_topk: blocks that the indexer chooses for a token.
     """
 
-    q_lora_rank: int
+    q_lora_rank: int = field(metadata=_OR_ZERO)
     qk_pos_emb_head_dim: int
     o_groups: int
     o_lora_rank: int

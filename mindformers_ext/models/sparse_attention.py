@@ -247,7 +247,7 @@ def _joined(before: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, Te
 
 
 class Indexer(nn.Cell):
-    """Lightning indexer: chooses the blocks that a token attends to. Nothing of it is trained by the model's loss."""
+    """Lightning indexer: chooses the blocks that a token attends to. No gradient of the model's loss reaches it."""
 
     def __init__(self, config: TransformerConfig, sparse: SparseAttentionConfig) -> None:
         super().__init__()
@@ -260,6 +260,8 @@ class Indexer(nn.Cell):
         self.linear_wq_b = Linear(sparse.q_lora_rank, self.heads * self.dim)
         self.linear_weights_proj = Linear(config.hidden_size, self.heads)
         self.compressor = Compressor(config, self.dim, sparse.csa_compress_rate, series=2)
+        for parameter in self.get_parameters():
+            parameter.requires_grad = False
 
     def construct(
         self, x: Tensor, latent: Tensor, context: ForwardContext, state: CompressorState | None = None

@@ -85,7 +85,7 @@ def index_scores(query: Tensor, keys: Tensor, weights: Tensor, count: int) -> Te
         float32 ``[B, S, T]``.
     """
     batch, length, heads, dim = query.shape
-    if _on_host() and native.available() and batch * length <= kernels.MAX_INDEX_TOKENS:
+    if _on_host() and native.available():
         return kernels.index_scores(query, keys, weights, count)
     used = keys if keys.shape[1] == count else keys[:, :count]
     factors = weights.reshape(batch, length, heads, 1)

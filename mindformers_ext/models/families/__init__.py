@@ -80,6 +80,21 @@ def hf_config(config: TransformerConfig) -> dict[str, Any]:
     return FAMILIES[config.model_type].hf_config(config)
 
 
+def saved_config(hf_config_read: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the ``config.json`` for weights that were read beside ``hf_config_read`` and are saved again.
+
+    It is the same one, but for a composite model, of which only the text model is read and saved.
+
+    Raises:
+        ValueError: see `transformer_config`.
+    """
+    text = hf_config_read.get("text_config")
+    if not isinstance(text, Mapping):
+        return dict(hf_config_read)
+    tokens = {key: text[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in text}
+    return hf_config(transformer_config({}, hf_config_read)) | tokens
+
+
 def check_described(config: TransformerConfig) -> None:
     """Refuses a model that `hf_config` cannot describe: its checkpoints would be read as another model's.
 

@@ -64,10 +64,6 @@ def _prepare(section: Mapping[str, Any], where: str) -> dict[str, Any]:
     plain, rope = keys.get("qk_nope_head_dim"), keys.get("qk_rope_head_dim")
     if isinstance(plain, int) and isinstance(rope, int) and keys.get("qk_head_dim") == plain + rope:
         del keys["qk_head_dim"]
-    # The reader of checkpoints turns stored 8-bit floats into numbers.
-    quantization = keys.get("quantization_config")
-    if isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8":
-        del keys["quantization_config"]
     if "n_shared_experts" in keys:
         count = keys.pop("n_shared_experts")
         if keys.setdefault("shared_expert_num", count) != count:

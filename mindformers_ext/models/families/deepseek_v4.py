@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindformers_ext.models.config import RopeParameters, SparseAttentionConfig, TransformerConfig
+from mindformers_ext.models.config import (
+    HyperConnectionConfig,
+    MoEConfig,
+    RopeParameters,
+    SparseAttentionConfig,
+    TransformerConfig,
+)
 from mindformers_ext.models.families.deepseek_v4_weights import weight_layout
 from mindformers_ext.models.families.family import Family
 from mindformers_ext.models.families.mapping import ROPE_KEYS, flat_rope
@@ -57,8 +63,8 @@ _DEFAULTS = {
     "dsa_indexer_topk": 512,
     "num_residual_streams": 4,
     "compress_rope_theta": 160000.0,
-    "num_hash_layers": 3,
 }
+_HASH_LAYERS = 3
 # Keys of config.json's compress_ratios and the like, which `_prepare` and `_derive` turn into fields.
 _COMPRESS_ROPE = "compress_rope."
 _ROPE_NAMES = (
@@ -104,7 +110,8 @@ def _prepare(section: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, value in section.items():
         name = _OTHER_NAMES.get(key, key)
         if name in keys and keys[name] != value:
-            raise ValueError(f"{where}: {key} ({value!r}) and {name} ({keys[name]!r}) set the same thing")
+            first = next(other for other in section if _OTHER_NAMES.get(other, other) == name)
+            raise ValueError(f"{where}: {first} ({keys[name]!r}) and {key} ({value!r}) set the same thing")
         keys[name] = value
     for key in ("moe_router_num_groups", "moe_router_group_topk"):
         if keys.get(key) == 0:
@@ -114,7 +121,21 @@ def _prepare(section: Mapping[str, Any], where: str) -> dict[str, Any]:
     if ratios is not None and keys.get("layer_types") is None:
         keys["layer_types"] = _layer_types(ratios, keys, where)
     _take_rope(keys, where)
+    _check_numbers(keys, where)
     return keys
+
+
+def _check_numbers(keys: Mapping[str, Any], where: str) -> None:
+    """Checks the keys that are no fields."""
+    for key in ("compress_rope_theta", "partial_rotary_factor"):
+        value = keys.get(key)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        if value is not None and not number:
+            raise ValueError(f"{where}: {key} must be a positive number, not {value!r}")
+    for key in ("num_hash_layers", "qk_nope_head_dim", "qk_head_dim", "v_head_dim"):
+        value = keys.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ValueError(f"{where}: {key} must be a whole number of at least 0, not {value!r}")
 
 
 def _take_rates(keys: dict[str, Any], where: str) -> None:
@@ -175,16 +196,13 @@ def _derive(values: dict[str, Any]) -> dict[str, Any]:
     _complete_heads(values)
     if values["num_query_groups"] != 1:
         raise ValueError(f"model: num_key_value_heads must be 1 for deepseek_v4, not {values['num_query_groups']}")
-    hash_layers, layers = values.pop("num_hash_layers"), values.get("num_layers")
+    hash_layers, layers = values.pop("num_hash_layers", None), values.get("num_layers")
     if isinstance(layers, int):
         pattern = [_SPARSE if index % 2 else _HEAVY for index in range(max(layers - 2, 0))]
         kinds = values.get("layer_types") or [_HEAVY] * min(layers, 2) + pattern
         # Published lists have entries for the layers of multi-token prediction, too.
         values["layer_types"] = tuple(kinds[:layers])
-        mlps = values.get("mlp_layer_types") or [
-            "hash_moe" if index < hash_layers else "moe" for index in range(layers)
-        ]
-        values["mlp_layer_types"] = tuple(mlps[:layers])
+        values["mlp_layer_types"] = _mlp_layer_types(values.get("mlp_layer_types"), hash_layers, layers)
         _check_kinds(values)
     if "moe_ffn_hidden_size" in values:
         values.setdefault("moe_shared_expert_intermediate_size", values["moe_ffn_hidden_size"])
@@ -196,6 +214,17 @@ def _derive(values: dict[str, Any]) -> dict[str, Any]:
     theta = float(values.pop("compress_rope_theta"))
     values["compress_rope"] = RopeParameters(kind, theta, {} if kind == "default" else scaling)
     return values
+
+
+def _mlp_layer_types(given: Sequence[str] | None, hash_layers: int | None, layers: int) -> tuple[str, ...]:
+    count = _HASH_LAYERS if hash_layers is None else hash_layers
+    counted = tuple("hash_moe" if index < count else "moe" for index in range(layers))
+    if not given:
+        return counted
+    kinds = tuple(given[:layers])
+    if hash_layers is not None and kinds != counted:
+        raise ValueError(f"model: num_hash_layers ({hash_layers}) and mlp_layer_types ({', '.join(kinds)}) disagree")
+    return kinds
 
 
 def _complete_heads(values: dict[str, Any]) -> None:
@@ -229,15 +258,14 @@ def _check_kinds(values: dict[str, Any]) -> None:
             )
 
 
-def _sparse(config: TransformerConfig) -> SparseAttentionConfig:
+def _groups(config: TransformerConfig) -> tuple[SparseAttentionConfig, MoEConfig, HyperConnectionConfig]:
     if config.sparse_attention is None or config.moe is None or config.hyper_connections is None:
         raise ValueError("model: deepseek_v4 needs sparse_attention, moe and hyper_connections")
-    return config.sparse_attention
+    return config.sparse_attention, config.moe, config.hyper_connections
 
 
 def _hf_config(config: TransformerConfig) -> dict[str, Any]:
-    sparse, moe, hyper = _sparse(config), config.moe, config.hyper_connections
-    assert moe is not None and hyper is not None
+    sparse, moe, hyper = _groups(config)
     factor = sparse.qk_pos_emb_head_dim / config.kv_channels
     compress = sparse.compress_rope
     return {

@@ -19,15 +19,9 @@ constexpr float kL2Eps = 1e-6f;
 
 inline vec silu(vec x) { return x / (exp(-x) + 1.0f); }
 
-inline float sum_of_squares(const float* x, int64_t dim) {
-  vec squares = {};
-  int64_t at = 0;
-  for (; at + kLanes <= dim; at += kLanes) squares += load(x + at) * load(x + at);
-  if (at < dim) {
-    const vec last = load_part(x + at, dim - at, 0);
-    squares += last * last;
-  }
-  return sum(squares);
+// 1 / sqrt(sum(x^2) + eps)
+inline float inverse_length(const float* x, int64_t dim) {
+  return inverse_rms(x, dim, kL2Eps / dim) / std::sqrt(static_cast<float>(dim));
 }
 
 // Convolves one row's channels from `first` up to `last`.
@@ -92,8 +86,7 @@ void columns(const Head& head, float* state, int64_t width) {
     const float *query = head.query + token * head.stride, *key = head.key + token * head.stride;
     const float *value = head.value + token * head.stride;
     const float decay = std::exp(head.g[token * head.gate_stride]), beta = head.beta[token * head.gate_stride];
-    const float key_norm = 1 / std::sqrt(sum_of_squares(key, dim) + kL2Eps);
-    const float query_norm = scale / std::sqrt(sum_of_squares(query, dim) + kL2Eps);
+    const float key_norm = inverse_length(key, dim), query_norm = inverse_length(query, dim) * scale;
 
     V told[2][N] = {};  // two sums side by side: one would wait for itself
     int64_t i = 0;
@@ -208,7 +201,7 @@ void mfx_gated_rms_norm(const float* x, const float* gate, int64_t stride, const
   parallel(rows * heads, 4 * dim, [=](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const float *from = x + item * dim, *gates = gate + item / heads * stride + item % heads * dim;
-      const float factor = 1 / std::sqrt(sum_of_squares(from, dim) / dim + eps);
+      const float factor = inverse_rms(from, dim, eps);
       for (int64_t i = 0; i < dim; i += kLanes) {
         const int64_t count = std::min<int64_t>(kLanes, dim - i);
         if (count == kLanes) {

@@ -10,17 +10,6 @@ using namespace mfx;
 
 inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
-inline float inverse_rms(const float* x, int64_t size, float eps) {
-  vec squares = {};
-  int64_t at = 0;
-  for (; at + kLanes <= size; at += kLanes) squares += load(x + at) * load(x + at);
-  if (at < size) {
-    const vec last = load_part(x + at, size - at, 0);
-    squares += last * last;
-  }
-  return 1 / std::sqrt(sum(squares) / size + eps);
-}
-
 // softmax of every row, then columns and rows divided by their sums in turn; comb [n, n].
 inline void doubly_stochastic(float* comb, int64_t n, int64_t iterations, float eps) {
   for (int64_t i = 0; i < n; ++i) {

@@ -9,21 +9,6 @@ namespace {
 
 using namespace mfx;
 
-// M dot products of rows of `x`, `stride` apart, with `y`.
-template <int M>
-inline void dots(const float* x, int64_t stride, const float* y, int64_t dim, float* out) {
-  vec acc[M] = {};
-  int64_t at = 0;
-  for (; at + kLanes <= dim; at += kLanes) {
-    const vec value = load(y + at);
-    for (int i = 0; i < M; ++i) acc[i] += load(x + i * stride + at) * value;
-  }
-  for (int i = 0; i < M; ++i) {
-    if (at < dim) acc[i] += load_part(x + i * stride + at, dim - at, 0) * load_part(y + at, dim - at, 0);
-    out[i] = sum(acc[i]);
-  }
-}
-
 // Turns `count` scores into softmax weights beside a sink that takes its part.
 inline void softmax_with_sink(float* scores, int64_t count, float sink) {
   float top = sink;
@@ -62,7 +47,7 @@ inline void attend(const float* query, const Keys& keys, const float* sinks, flo
   const int64_t dim = keys.dim, count = keys.count;
   for (int64_t i = 0; i < count; ++i) {
     float products[M];
-    dots<M>(query, dim, keys.at(i), dim, products);
+    dot_block<M, 1>(query, keys.at(i), nullptr, products, 1, dim);
     for (int head = 0; head < M; ++head) scores[head * count + i] = products[head] * scale + keys.bias[i];
   }
   for (int head = 0; head < M; ++head) softmax_with_sink(scores + head * count, count, sinks[head]);
@@ -76,12 +61,27 @@ inline void attend(const float* query, const Keys& keys, const float* sinks, flo
   }
 }
 
-constexpr int kHeads = 4;  // heads that share what is read of the keys
+constexpr int kHeads = 4;     // heads that share what is read of the keys
+constexpr int64_t kKeys = 4;  // keys that share what is read of the heads
 
-inline float inverse_rms(const float* x, int64_t dim, float eps) {
-  float squares;
-  dots<1>(x, dim, x, dim, &squares);
-  return 1 / std::sqrt(squares / dim + eps);
+// The indexer's scores of R keys for one token.
+template <int R>
+inline void score_keys(const float* query, const float* keys, const float* weights, int64_t heads, int64_t dim, float* scores) {
+  float totals[R] = {};
+  int64_t head = 0;
+  for (; head + kHeads <= heads; head += kHeads) {
+    float products[kHeads * R];
+    dot_block<kHeads, R>(query + head * dim, keys, nullptr, products, R, dim);
+    for (int i = 0; i < kHeads; ++i) {
+      for (int j = 0; j < R; ++j) totals[j] += weights[head + i] * std::max(products[i * R + j], 0.0f);
+    }
+  }
+  for (; head < heads; ++head) {
+    float products[R];
+    dot_block<1, R>(query + head * dim, keys, nullptr, products, R, dim);
+    for (int j = 0; j < R; ++j) totals[j] += weights[head] * std::max(products[j], 0.0f);
+  }
+  std::copy_n(totals, R, scores);
 }
 
 }  // namespace
@@ -152,24 +152,18 @@ void mfx_sink_attention(const float* query, const float* keys, const float* bias
 // dim] . keys [batch, capacity, dim]).
 void mfx_index_scores(const float* query, const float* keys, const float* weights, float* out, int64_t batch, int64_t length,
                       int64_t heads, int64_t dim, int64_t capacity, int64_t count) {
-  parallel(batch * length * count, 2 * heads * dim, [=](int64_t begin, int64_t end) {
+  const int64_t groups = (count + kKeys - 1) / kKeys;
+  parallel(batch * length * groups, 2 * kKeys * heads * dim, [=](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t token = item / count;
+      const int64_t token = item / groups, first = item % groups * kKeys, left = std::min(kKeys, count - first);
       const float *q = query + token * heads * dim, *w = weights + token * heads;
-      const float* key = keys + (token / length * capacity + item % count) * dim;
-      float total = 0;
-      int64_t head = 0;
-      for (; head + kHeads <= heads; head += kHeads) {
-        float products[kHeads];
-        dots<kHeads>(q + head * dim, dim, key, dim, products);
-        for (int i = 0; i < kHeads; ++i) total += w[head + i] * std::max(products[i], 0.0f);
+      const float* key = keys + (token / length * capacity + first) * dim;
+      float* scores = out + token * count + first;
+      if (left == kKeys) {
+        score_keys<kKeys>(q, key, w, heads, dim, scores);
+      } else {
+        for (int64_t i = 0; i < left; ++i) score_keys<1>(q, key + i * dim, w, heads, dim, scores + i);
       }
-      for (; head < heads; ++head) {
-        float product;
-        dots<1>(q + head * dim, dim, key, dim, &product);
-        total += w[head] * std::max(product, 0.0f);
-      }
-      out[item] = total;
     }
   });
 }

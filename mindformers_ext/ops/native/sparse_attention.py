@@ -7,9 +7,6 @@ from mindspore import Tensor
 
 from mindformers_ext.ops.native import _dense, _kernels, _pointer
 
-# With more tokens than these the products are large enough for MindSpore's.
-MAX_INDEX_TOKENS = 32
-
 
 def partial_rotary(
     x: Tensor, cos: Tensor, sin: Tensor, heads: int, weight: Tensor | None, eps: float | None, inverse: bool
@@ -67,7 +64,7 @@ def sink_attention(
 
 
 def index_scores(query: Tensor, keys: Tensor, weights: Tensor, count: int) -> Tensor:
-    """See `mindformers_ext.ops.index_scores`; for few tokens."""
+    """See `mindformers_ext.ops.index_scores`."""
     batch, length, heads, dim = query.shape
     query, keys, weights = _dense(query), _dense(keys), _dense(weights)
     out = np.empty((batch, length, count), np.float32)

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import mindspore as ms
@@ -153,6 +154,13 @@ def test_swiglu_of_very_negative_gates_is_zero(implementation):
     if implementation is native and not native.available():
         pytest.skip("no compiler for the C++ kernels")
     assert implementation.swiglu(x).asnumpy().tolist() == [[0.0, 600.0]]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler for the C++ kernels")
+def test_the_kernels_compile_where_there_is_a_compiler(monkeypatch):
+    monkeypatch.delenv("MINDFORMERS_EXT_KERNELS", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    assert build.load_library() is not None
 
 
 def test_numpy_takes_over_where_nothing_can_be_compiled(monkeypatch, log):
