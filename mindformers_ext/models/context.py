@@ -21,7 +21,7 @@ class ForwardContext:
 
     Args:
         input_ids: int32 ``[B, S]``.
-        position_ids: int ``[B, S]``; None counts on from ``past``. Those of pads do not matter.
+        position_ids: int ``[B, S]``; None counts the real tokens of each row. Those of pads do not matter.
         attention_mask: None (no pads), ``[B, past + S]`` with 1 for a real token and 0 for a pad, or additive floats
             ``[B or 1, 1, S, past + S]``.
         past: tokens in the cache before these, pads included.
@@ -63,7 +63,9 @@ class ForwardContext:
             self.real = attention_mask != 0
         new = None if self.real is None else self.real[:, past:]
         self.real_rows = None if new is None or new.all() else new.reshape(-1)
-        if position_ids is None:
+        if position_ids is None and self.real is not None:
+            position_ids = self.real.cumsum(1)[:, past:] - 1
+        elif position_ids is None:
             position_ids = np.broadcast_to(np.arange(past, past + self.length), (self.batch, self.length))
         self.positions = position_ids if new is None else np.where(new, position_ids, 0)
 

@@ -13,6 +13,7 @@ from mindformers_ext.ops import native
 from mindformers_ext.ops.backend import device_target, recording_gradient
 from mindformers_ext.ops.native import sparse_attention as kernels
 from mindformers_ext.ops.sparse_attention import MASKED
+from mindformers_ext.ops.torch_topk import top_indices
 
 # Scores of so many query heads and blocks are held at once.
 _SCORE_ELEMENTS = 1 << 22
@@ -99,25 +100,30 @@ def index_scores(query: Tensor, keys: Tensor, weights: Tensor, count: int) -> Te
 
 
 def select_blocks(scores: Tensor, visible: np.ndarray, topk: int) -> Tensor:
-    """Bias under which a token sees its ``topk`` best blocks; among equals those with the lowest index.
+    """Bias under which a token sees its ``topk`` best blocks; among equals those that torch would choose.
 
     Args:
         scores: float32 ``[B, S, T]``.
-        visible: int ``[B, S]``, blocks that a token may see at most: the first so many.
+        visible: int ``[B or 1, S]``, blocks that a token may see at most: the first so many.
         topk: blocks to choose.
 
     Returns:
         float32 ``[B, S, T]``: 0 or a number so low that it masks.
     """
     count = scores.shape[-1]
+    visible = np.broadcast_to(visible, scores.shape[:2])
     allowed = np.arange(count) < visible[..., None]
     if count <= topk:
         return Tensor.from_numpy(np.where(allowed, np.float32(0), MASKED))
-    values = np.where(allowed, scores.asnumpy(), -np.inf)
+    values = np.where(allowed, scores.asnumpy(), np.float32(-np.inf))
     lowest = np.partition(values, count - topk, axis=-1)[..., count - topk, None]
-    better, equal = values > lowest, values == lowest
-    places = topk - better.sum(-1, keepdims=True)
-    chosen = better | (equal & (np.cumsum(equal, -1) <= places))
+    chosen = values >= lowest
+    # Where more than topk are chosen, some of them are equal.
+    for row, token in zip(*np.nonzero((chosen & allowed).sum(-1) > topk), strict=True):
+        # Alone, a row has as many blocks as its last token sees.
+        width = int(visible[row].max())
+        chosen[row, token] = False
+        chosen[row, token, top_indices(values[row, token, :width], topk)] = True
     return Tensor.from_numpy(np.where(chosen & allowed, np.float32(0), MASKED))
 
 

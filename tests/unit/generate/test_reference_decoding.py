@@ -37,7 +37,6 @@ def answers(family, number, batch, **options):
     return generate_rows(model, prompts, config)[each * number : each * (number + 1)]
 
 
-@pytest.mark.usefixtures("torch_ties")
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("number", range(NUM_CASES))
 @pytest.mark.parametrize("family", FAMILIES)

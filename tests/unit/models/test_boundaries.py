@@ -31,10 +31,10 @@ def load(family, name):
     return model, case
 
 
-def check(model, prompts, logit_ids, **options):
+def check(model, prompts, logit_ids, new_tokens=12, **options):
     """Compares the logits after the prompts, run as one batch, and the greedy ids with the stored ones."""
     scores = []
-    config = GenerationConfig(max_new_tokens=len(prompts[0]["greedy"]), **options)
+    config = GenerationConfig(max_new_tokens=new_tokens, **options)
     rows = generate_rows(model, [prompt["ids"] for prompt in prompts], config, step_scores=scores)
     for row, logits, prompt in zip(rows, scores[0], prompts, strict=True):
         what = f"prompt of {len(prompt['ids'])} tokens"
@@ -43,14 +43,14 @@ def check(model, prompts, logit_ids, **options):
         summary = [logits.mean(), np.sqrt(np.square(logits).mean()), np.abs(logits).max()]
         expected = [prompt["mean"], prompt["rms"], prompt["largest"]]
         np.testing.assert_allclose(summary, expected, rtol=0, atol=atol, err_msg=what)
-        assert row.token_ids == prompt["greedy"], what
+        assert row.token_ids == prompt["greedy"][:new_tokens], what
 
 
 @every_case
 def test_prompts_alone_equal_transformers(family, name):
     model, case = load(family, name)
     for prompt in case["prompts"]:
-        check(model, [prompt], case["logit_ids"])
+        check(model, [prompt], case["logit_ids"], new_tokens=5)
 
 
 @every_case
@@ -63,7 +63,8 @@ def test_prompts_in_one_padded_batch_equal_transformers(family, name):
 @every_case
 def test_padded_batch_in_pieces_equals_transformers(family, name, size):
     model, case = load(family, name)
-    check(model, case["prompts"], case["logit_ids"], prefill_chunk_size=size)
+    prompts = [prompt for prompt in case["prompts"] if len(prompt["ids"]) <= 70]
+    check(model, prompts, case["logit_ids"], prefill_chunk_size=size)
 
 
 @every_case
@@ -76,7 +77,7 @@ def test_single_prompt_in_pieces_equals_transformers(family, name):
 @every_case
 def test_forward_without_cache_equals_transformers(family, name):
     model, case = load(family, name)
-    check(model, case["prompts"][1::3], case["logit_ids"], use_cache=False)
+    check(model, case["prompts"][1::3], case["logit_ids"], new_tokens=5, use_cache=False)
 
 
 def test_every_family_has_stored_cases():

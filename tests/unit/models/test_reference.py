@@ -32,7 +32,6 @@ def log_softmax(logits):
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-@pytest.mark.usefixtures("torch_ties")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_nll_equal_transformers(family):
     model, cases = load(family)
@@ -44,7 +43,6 @@ def test_logits_and_nll_equal_transformers(family):
         np.testing.assert_allclose(nll, case["nll"], atol=5e-4)
 
 
-@pytest.mark.usefixtures("torch_ties")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_is_the_mean_nll_of_the_counted_labels(family):
     model, cases = load(family)

@@ -126,6 +126,13 @@ def test_a_left_padded_batch_without_a_cache_equals_each_row_alone(kernels):
         np.testing.assert_allclose(logits[number, -len(row) :], alone(number), atol=2e-4)
 
 
+def test_positions_follow_from_the_mask():
+    ids, mask = left_padded(sequences())
+    logits = model()(Tensor(ids), attention_mask=Tensor(mask))["logits"].asnumpy()
+    for number, row in enumerate(sequences()):
+        np.testing.assert_allclose(logits[number, -len(row) :], alone(number), atol=2e-4)
+
+
 def test_what_a_token_sees_ends_with_it():
     row = sequences()[-1]
     changed = [*row[:-1], (row[-1] + 1) % 50]

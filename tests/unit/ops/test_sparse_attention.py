@@ -8,6 +8,7 @@ from mindspore import Tensor
 from mindformers_ext import ops
 from mindformers_ext.ops import native
 from mindformers_ext.ops.sparse_attention import MASKED
+from mindformers_ext.ops.torch_topk import top_indices
 
 
 @pytest.fixture
@@ -140,10 +141,31 @@ def test_index_scores_equal_a_plain_computation(random, implementation, length, 
     close(ops.index_scores(query, keys, weights, count), expected)
 
 
-def test_the_best_visible_blocks_are_chosen_and_the_first_among_equals():
-    scores = np.array([[[5, 0, 1, 0, 0, 9], [0, 0, 0, 0, 0, 0], [-1, -2, -3, 0, 0, 0]]], np.float32)
+# Values, how many to choose, and what torch.topk of torch 2.13 chose on a CPU.
+TORCH_TOPK = [
+    ([1, 1, 2, 2, 0], 2, [2, 3]),
+    ([0, 2, 2, 0, 0, 2, 1, 0], 4, [1, 2, 5, 6]),
+    ([2, 0, 1, 1, 1, 0, 0, 2, 2], 4, [0, 4, 7, 8]),
+    ([2, 1, 2, 0, 1, 2, 0, 0, 0, 1, 2, 0], 4, [0, 2, 5, 10]),
+    ([1, 1, 2, 0, 1, 0, 0, 2, 0, 0, 1, 1, 0, 2, 2, 2, 0], 3, [7, 13, 15]),
+    ([2, 0, 1, 2, 0, 2, 0, 0, 2, 1, 1, 0, 0, 1, 1, 1, 2, 1, 1, 2, 2, 1, 0], 8, [0, 3, 5, 8, 13, 16, 19, 20]),
+]
+
+
+@pytest.mark.parametrize(("values", "count", "expected"), TORCH_TOPK)
+def test_equal_blocks_are_chosen_as_torch_chooses_them(values, count, expected):
+    scores = np.array(values, np.float32)
+    assert sorted(top_indices(scores, count)) == expected
+    # More blocks in the batch than the row has alone change nothing.
+    wider = np.concatenate((scores, np.full(7, 9, np.float32)))[None, None]
+    chosen = ops.select_blocks(Tensor(wider), np.array([[len(values)]]), count).asnumpy() == 0
+    assert np.flatnonzero(chosen).tolist() == expected
+
+
+def test_the_best_of_the_visible_blocks_are_chosen():
+    scores = np.array([[[5, 0, 1, 4, 2, 9], [6, 5, 4, 3, 2, 1], [-1, -2, -3, 0, 2, 1]]], np.float32)
     chosen = ops.select_blocks(Tensor(scores), np.array([[5, 6, 3]]), 3).asnumpy() == 0
-    assert [np.flatnonzero(row).tolist() for row in chosen[0]] == [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    assert [np.flatnonzero(row).tolist() for row in chosen[0]] == [[0, 3, 4], [0, 1, 2], [0, 1, 2]]
     chosen = ops.select_blocks(Tensor(scores), np.array([[6, 2, 4]]), 2).asnumpy() == 0
     assert [np.flatnonzero(row).tolist() for row in chosen[0]] == [[0, 5], [0, 1], [0, 3]]
     few = ops.select_blocks(Tensor(scores), np.array([[0, 2, 9]]), 6).asnumpy() == 0
