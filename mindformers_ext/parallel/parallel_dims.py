@@ -1,11 +1,31 @@
-"""The parallel degrees of a job."""
+"""The parallel degrees of a job, and which ranks work together."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from mindformers_ext.runtime import logger
+
+Axis = Literal[
+    "pp", "dp_replicate", "dp_shard", "dp", "cp", "tp", "ep", "efsdp", "fsdp", "unit", "replica", "world"
+]  # fmt: skip
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+# The coordinates in which the ranks of an axis differ. ep and efsdp cut across them, see ParallelDims.ranks_of.
+_VARYING: dict[str, tuple[str, ...]] = {
+    "pp": ("pp",),
+    "dp_replicate": ("dp_replicate",),
+    "dp_shard": ("dp_shard",),
+    "dp": ("dp_replicate", "dp_shard"),
+    "cp": ("cp",),
+    "tp": ("tp",),
+    "fsdp": ("dp_shard", "cp"),
+    "unit": ("pp", "cp", "tp"),
+    "replica": ("pp", "dp_shard", "cp", "tp"),
+    "world": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+}
 
 
 class Degrees(Protocol):
@@ -16,6 +36,17 @@ class Degrees(Protocol):
     context_parallel: int
     pipeline_parallel: int
     expert_parallel: int
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """The place of a rank, from the slowest to the fastest axis."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
 
 
 @dataclass(frozen=True)
@@ -48,13 +79,14 @@ class ParallelDims:
         a YAML for a larger job still starts; the log says so.
 
         Raises:
-            ValueError: the degrees and the number of processes do not fit together.
+            ValueError: the degrees and the number of processes do not fit together; says which would.
         """
         tp, cp, pp = parallelism.tensor_parallel, parallelism.context_parallel, parallelism.pipeline_parallel
         if world_size % (tp * cp * pp):
             raise ValueError(
                 f"parallelism: tensor_parallel ({tp}) x context_parallel ({cp}) x pipeline_parallel ({pp}) = "
-                f"{tp * cp * pp} must divide the number of processes, which is {world_size}"
+                f"{tp * cp * pp} must divide the number of processes, which is {world_size}; possible products: "
+                f"{_divisors(world_size)}"
             )
         data_parallel = world_size // (tp * cp * pp)
         shard = parallelism.data_parallel_shard
@@ -66,13 +98,89 @@ class ParallelDims:
         dp_shard = data_parallel if shard < 0 else min(shard, data_parallel)
         if data_parallel % dp_shard:
             raise ValueError(
-                f"parallelism: data_parallel_shard ({shard}) must divide the data-parallel size, {data_parallel}"
+                f"parallelism: data_parallel_shard ({shard}) must divide the data-parallel size, {data_parallel}; "
+                f"possible: {_divisors(data_parallel)}, or -1 for all of it"
             )
         dp_replicate = data_parallel // dp_shard
         ep = parallelism.expert_parallel
         if (dp_shard * cp * tp) % ep:
             raise ValueError(
                 f"parallelism: expert_parallel ({ep}) must divide data_parallel_shard x context_parallel x "
-                f"tensor_parallel, {dp_shard * cp * tp}"
+                f"tensor_parallel, {dp_shard * cp * tp}; possible: {_divisors(dp_shard * cp * tp)}"
             )
         return cls(dp_replicate, dp_shard, cp, tp, pp, ep, world_size)
+
+    @classmethod
+    def single(cls) -> ParallelDims:
+        """Returns the degrees of a job of one process."""
+        return cls(1, 1, 1, 1, 1, 1, 1)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in _VARYING["world"]}
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Returns the place of global rank ``rank``.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks, 0 to {self.world_size - 1}")
+        place = {}
+        for name, size in reversed(self._sizes.items()):
+            rank, place[name] = divmod(rank, size)
+        return Coordinates(**place)
+
+    def rank_at(self, place: Coordinates) -> int:
+        """Returns the global rank at ``place``: the inverse of `coordinates`."""
+        rank = 0
+        for name, size in self._sizes.items():
+            rank = rank * size + getattr(place, name)
+        return rank
+
+    def degree(self, axis: Axis) -> int:
+        """Returns the number of ranks that `ranks_of` gives for ``axis``."""
+        if axis == "ep":
+            return self.ep
+        if axis == "efsdp":
+            return self.dp_shard * self.cp * self.tp // self.ep
+        return math.prod(self._sizes[name] for name in _varying(axis))
+
+    def ranks_of(self, axis: Axis, rank: int) -> tuple[int, ...]:
+        """Returns the global ranks, ascending, that ``rank`` works with along ``axis``, itself among them.
+
+        The axes:
+            pp, dp_replicate, dp_shard, cp, tp: the ranks that differ in this coordinate only.
+            dp: dp_replicate x dp_shard, the ranks that decode different records.
+            fsdp: dp_shard x cp, the ranks that share the parameters of a layer.
+            unit: pp x cp x tp, the ranks that decode the same records.
+            replica: pp x dp_shard x cp x tp, the ranks that hold one copy of the model and run the same forwards.
+            ep: ``ep`` consecutive ranks out of dp_shard x cp x tp, which share the experts.
+            efsdp: the ranks out of dp_shard x cp x tp that hold the same experts.
+            world: all.
+
+        Raises:
+            ValueError: unknown axis or rank.
+        """
+        here = self.coordinates(rank)
+        if axis in ("ep", "efsdp"):
+            block = self.dp_shard * self.cp * self.tp
+            first = rank - rank % block
+            if axis == "ep":
+                first = rank - rank % self.ep
+                return tuple(range(first, first + self.ep))
+            return tuple(range(first + rank % self.ep, first + block, self.ep))
+        fixed = set(_VARYING["world"]) - set(_varying(axis))
+        places = ((other, self.coordinates(other)) for other in range(self.world_size))
+        return tuple(o for o, place in places if all(getattr(place, name) == getattr(here, name) for name in fixed))
+
+
+def _varying(axis: str) -> tuple[str, ...]:
+    if axis not in _VARYING:
+        raise ValueError(f"unknown parallel axis {axis!r}: one of {', '.join(AXES)}")
+    return _VARYING[axis]
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
