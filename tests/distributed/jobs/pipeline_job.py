@@ -1,4 +1,4 @@
-"""Runs on 2 ranks: a model of two layers as two stages, against the same model in one piece. Prints one line a check."""
+"""Runs on 2 ranks: a model of two layers as two stages, against the model in one piece. Prints one line a check."""
 
 import mindspore as ms
 import numpy as np
@@ -115,9 +115,7 @@ def check_backward(context, schedule):
             stage = runtime.stage
             assert [p.name for p in stage.parameters] == (["layer1"] if context.rank else ["table", "layer0"])
             for parameter, gradient in zip(stage.parameters, stage.gradients, strict=True):
-                np.testing.assert_allclose(
-                    gradient.asnumpy(), expected[parameter.name].asnumpy(), rtol=1e-4, atol=1e-5
-                )
+                np.testing.assert_allclose(gradient.asnumpy(), expected[parameter.name].asnumpy(), rtol=1e-4, atol=1e-5)
     print(f"{schedule} is right", flush=True)
 
 
