@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from mindspore import Tensor, nn
 
@@ -119,32 +120,71 @@ class HyperConnectionLayer(TransformerLayer):
 
 
 class TransformerBlock(nn.Cell):
-    """The stack of decoder layers and the final norm."""
+    """Decoder layers, and the final norm in the last stage.
 
-    def __init__(self, config: TransformerConfig) -> None:
+    Args:
+        shard: sizes, and the layers of this process.
+    """
+
+    def __init__(self, shard: ModelShard) -> None:
         super().__init__()
-        layer = TransformerLayer if config.hyper_connections is None else HyperConnectionLayer
-        self.layers = nn.CellList([layer(config, number) for number in range(config.num_layers)])
-        self.streams, self.hc_head = 1, None
-        if config.hyper_connections is not None:
-            self.streams, self.hc_head = config.hyper_connections.num_residual_streams, HyperHead(config)
-        self.final_layernorm = RMSNorm(
-            config.hidden_size, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
-        )
+        config = shard.config
+        hyper = config.hyper_connections
+        layer = TransformerLayer if hyper is None else HyperConnectionLayer
+        self.layers = NumberedLayers({number: layer(shard, number) for number in shard.layers})
+        self.streams, self.is_first = 1 if hyper is None else hyper.num_residual_streams, shard.is_first
+        self.hc_head = None
+        if shard.is_last:
+            self.hc_head = None if hyper is None else HyperHead(config)
+            self.final_layernorm = RMSNorm(
+                config.hidden_size, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
+            )
 
-    def construct(self, hidden: Tensor, context: ForwardContext, states: Sequence[LayerState | None]) -> Tensor:
-        """Runs all layers on embedded tokens, float32 ``[B * S, H]``.
+    def construct(
+        self,
+        hidden: Tensor,
+        context: ForwardContext,
+        states: Sequence[LayerState | None],
+        joined: Callable[[nn.Cell], AbstractContextManager[None]] = lambda layer: nullcontext(),
+    ) -> Tensor:
+        """Runs the layers.
+
+        Args:
+            hidden: embedded tokens, float32 ``[B * S, H]``, or what the stage before gave.
+            context: the tokens of this forward.
+            states: what each layer remembers of earlier tokens.
+            joined: within it the parameters of a layer can be used.
 
         Returns:
-            What `finish` takes: the residual stream, float32 ``[B * S, H]``, or n of them ``[B * S, n * H]``.
+            What `finish` or the next stage takes: the residual stream, float32 ``[B * S, H]``, or n of them,
+            ``[B * S, n * H]``.
         """
         update = None
-        if self.hc_head is not None:
+        if self.is_first and self.streams > 1:
             hidden = hidden.tile((1, self.streams))
         for layer, state in zip(self.layers, states, strict=True):
-            hidden, update = layer(hidden, update, context, state)
+            with joined(layer):
+                hidden, update = layer(hidden, update, context, state)
         return hidden if update is None else hidden + update
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Turns rows of the residual stream into what the head takes, float32 ``[N, H]``."""
+        """Turns rows of the residual stream into what the head takes, float32 ``[N, H]``; in the last stage."""
         return self.final_layernorm(hidden if self.hc_head is None else self.hc_head(hidden))
+
+
+class NumberedLayers(nn.Cell):
+    """Layers by their number in the whole model, which is part of the names of their parameters."""
+
+    def __init__(self, layers: Mapping[int, nn.Cell]) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self.insert_child_to_cell(str(number), layer)
+
+    def __iter__(self) -> Iterator[nn.Cell]:
+        return iter(self._cells.values())
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def __getitem__(self, index: int) -> nn.Cell:
+        return list(self._cells.values())[index]

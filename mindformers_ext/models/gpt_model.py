@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -15,7 +16,10 @@ from mindformers_ext.models.context import ForwardContext
 from mindformers_ext.models.families import weight_layout
 from mindformers_ext.models.layers import LanguageModelEmbedding, Linear, initialise
 from mindformers_ext.models.rope import rotary_tables
+from mindformers_ext.models.shard import ModelShard, shard_of
 from mindformers_ext.models.weights import WeightLayout
+from mindformers_ext.parallel.plan import Region
+from mindformers_ext.parallel.sharded_parameters import ShardedParameters
 
 
 class GPTModel(nn.Cell):
@@ -24,18 +28,25 @@ class GPTModel(nn.Cell):
     Parameters have no memory until `set_weight` or `init_weights` gives them values.
 
     Args:
-        config: shape and options.
+        config: shape and options of the whole model.
+        shard: the part of it that this process builds; None for all of it.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, shard: ModelShard | None = None) -> None:
         super().__init__()
         self.config = config
-        self.embedding = LanguageModelEmbedding(config)
-        self.decoder = TransformerBlock(config)
-        if not config.tie_word_embeddings:
-            self.output_layer = Linear(config.hidden_size, config.vocab_size)
+        self.shard = shard_of(config) if shard is None else shard
+        if self.shard.has_embedding:
+            self.embedding = LanguageModelEmbedding(self.shard)
+        self.decoder = TransformerBlock(self.shard)
+        if self.shard.is_last and not config.tie_word_embeddings:
+            first, end = self.shard.vocab
+            self.output_layer = Linear(config.hidden_size, end - first)
         self._parameters_by_name = self.parameters_dict()
         self._rotary = rotary_tables(config)
+        self._sharded: ShardedParameters | None = None
+        if self.shard.context.dims.degree("fsdp") > 1:
+            self._sharded = ShardedParameters(self._parameters_by_name, self.shard.sharing)
         # Recurrent layers and compressed blocks follow the order of tokens, whatever a mask says.
         self.takes_additive_mask = set(config.layer_types) == {"full_attention"}
 
@@ -61,11 +72,36 @@ class GPTModel(nn.Cell):
 
         Returns:
             With labels the mean loss, a float32 scalar. Without, ``{"logits": float32 [B, S or kept, V],
-            "past_key_values": past_key_values}``.
+            "past_key_values": past_key_values}``; under tensor parallelism the logits of this process' part of the
+            vocabulary.
+        """
+        hidden = self.run_layers(None, input_ids, position_ids, attention_mask, past_key_values)
+        batch, length = input_ids.shape
+        if labels is not None:
+            return ops.cross_entropy(self._head(hidden), labels.reshape(-1))
+        logits = self.run_head(hidden, batch, length, logits_to_keep)
+        return {"logits": logits, "past_key_values": past_key_values}
+
+    def run_layers(
+        self,
+        hidden: Tensor | None,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Sequence[LayerState] | None = None,
+    ) -> Tensor:
+        """Runs the layers of this process.
+
+        Args:
+            hidden: what the stage before gave, see `TransformerBlock.construct`; None in the first stage.
+            input_ids: see `construct`, as the rest.
+            position_ids: see there.
+            attention_mask: see there.
+            past_key_values: state of this process' layers.
         """
         batch, length = input_ids.shape
         past = past_key_values[0].length if past_key_values else 0
-        states: Sequence[LayerState | None] = past_key_values or [None] * self.config.num_layers
+        states: Sequence[LayerState | None] = past_key_values or [None] * len(self.shard.layers)
         for state in past_key_values or ():
             state.reserve(past + length)
         positions = None if position_ids is None else position_ids.asnumpy()
@@ -76,23 +112,30 @@ class GPTModel(nn.Cell):
                 f"{self.config.model_type} has layers that cannot follow an additive attention_mask; give "
                 f"[{batch}, {past + length}] with 1 for real tokens and 0 for pads"
             )
+        if hidden is None:
+            with self._joined(self.embedding):
+                hidden = self.embedding(input_ids).reshape(batch * length, -1)
+        return self.decoder(hidden, context, states, self._joined)
 
-        hidden = self.decoder(self.embedding(input_ids).reshape(batch * length, -1), context, states)
-        if labels is not None:
-            return ops.cross_entropy(self._head(hidden), labels.reshape(-1))
+    def run_head(self, hidden: Tensor, batch: int, length: int, logits_to_keep: int | None = None) -> Tensor:
+        """Turns what `run_layers` gave in the last stage into logits ``[B, S or kept, V]``, as `construct` has them."""
         if logits_to_keep is not None and logits_to_keep < length:
             kept = hidden.reshape(batch, length, -1)[:, length - logits_to_keep :]
             hidden = kept.reshape(batch * logits_to_keep, -1)
-        logits = self._head(hidden).reshape(batch, -1, self.config.vocab_size)
-        return {"logits": logits, "past_key_values": past_key_values}
+        logits = self._head(hidden)
+        return logits.reshape(batch, -1, logits.shape[-1])
 
     def new_cache(self, batch_size: int, max_length: int) -> list[LayerState]:
         """Returns empty state for ``batch_size`` rows of up to ``max_length`` tokens, one entry a layer."""
         return [layer.self_attention.new_state(batch_size, max_length) for layer in self.decoder.layers]
 
     def weight_layout(self) -> WeightLayout:
-        """Returns how the parameters are stored in HuggingFace checkpoints."""
+        """Returns how the parameters of the whole model are stored in HuggingFace checkpoints."""
         return weight_layout(self.config)
+
+    def weight_regions(self) -> dict[str, Region]:
+        """Returns the part of each parameter that `set_weight` takes on this process."""
+        return self.shard.stored_regions(self.weight_layout())
 
     def set_weight(self, name: str, array: np.ndarray) -> None:
         """Makes ``array`` (float32 or int32, C-contiguous) the memory of parameter ``name``, without a copy.
@@ -102,6 +145,9 @@ class GPTModel(nn.Cell):
             ValueError: the shape differs.
         """
         parameter = self._parameters_by_name[name]
+        if self._sharded is not None:
+            self._sharded.store(name, array)
+            return
         if parameter.shape != array.shape:
             raise ValueError(f"{name} has shape {parameter.shape}, not {array.shape}")
         parameter.set_data(Tensor.from_numpy(array))
@@ -119,7 +165,17 @@ class GPTModel(nn.Cell):
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Final norm and logits: float32 ``[N, H]`` to ``[N, V]``."""
-        hidden = self.decoder.finish(hidden)
+        with self._joined(self.decoder.final_layernorm, self.decoder.hc_head):
+            hidden = self.decoder.finish(hidden)
         if self.config.tie_word_embeddings:
-            return ops.linear(hidden, self.embedding.word_embeddings.weight)
-        return self.output_layer(hidden)
+            with self._joined(self.embedding):
+                return ops.linear(hidden, self.embedding.word_embeddings.weight)
+        with self._joined(self.output_layer):
+            return self.output_layer(hidden)
+
+    def _joined(self, *cells: nn.Cell | None) -> AbstractContextManager[None]:
+        """Within it the parameters of blocks can be used, wherever they are kept."""
+        if self._sharded is None:
+            return nullcontext()
+        mine = {id(parameter) for cell in cells if cell is not None for parameter in cell.get_parameters()}
+        return self._sharded.gathered({n: p for n, p in self._parameters_by_name.items() if id(p) in mine})

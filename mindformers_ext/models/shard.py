@@ -95,7 +95,9 @@ class ModelShard:
         return self.context.groups["efsdp" if split else "fsdp"]
 
 
-def shard_of(config: TransformerConfig, context: ParallelContext | None = None, layers: range | None = None) -> ModelShard:
+def shard_of(
+    config: TransformerConfig, context: ParallelContext | None = None, layers: range | None = None
+) -> ModelShard:
     """Returns the part of a model for a process; by default all of it.
 
     Raises:

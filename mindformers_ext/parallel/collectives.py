@@ -7,6 +7,7 @@ rest is built from it without rounding: what moves is summed with zeros, and int
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -396,7 +397,7 @@ def _check_summed(x: Any) -> None:
 
 
 def _size(x: Any) -> int:
-    return int(np.prod(x.shape, dtype=np.int64))
+    return math.prod(x.shape)
 
 
 def _nbytes(x: Any) -> int:

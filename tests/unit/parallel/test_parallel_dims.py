@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindformers_ext.parallel import ParallelDims
+from mindformers_ext.parallel import AXES, Coordinates, ParallelDims
 
 
 def dims(world_size, shard=-1, tp=1, cp=1, pp=1, ep=1):
@@ -73,3 +73,82 @@ def test_a_shard_degree_for_a_larger_job_is_lowered_and_the_log_says_so(log):
     assert [record.getMessage() for record in log.records] == [
         "parallelism: data_parallel_shard (8) exceeds the data-parallel size and is lowered to it, 4"
     ]
+
+
+LAYOUTS = [
+    ParallelDims(1, 1, 1, 1, 1, 1, 1),
+    ParallelDims(2, 2, 1, 2, 1, 4, 8),
+    ParallelDims(1, 2, 2, 2, 2, 4, 16),
+    ParallelDims(2, 1, 3, 2, 2, 3, 24),
+    ParallelDims(1, 8, 1, 1, 1, 8, 8),
+    ParallelDims(1, 1, 1, 8, 1, 1, 8),
+]
+
+
+def brute_force(layout):
+    """Every rank's place, from nested loops in the rank order of MindSpore Transformers."""
+    sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp)
+    return [Coordinates(*place) for place in itertools.product(*map(range, sizes))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_coordinates_follow_the_rank_order_and_back(layout):
+    for rank, place in enumerate(brute_force(layout)):
+        assert layout.coordinates(rank) == place
+        assert layout.rank_at(place) == rank
+        by_formula = (place.pp * layout.dp_replicate + place.dp_replicate) * layout.dp_shard + place.dp_shard
+        assert by_formula * layout.cp * layout.tp + place.cp * layout.tp + place.tp == rank
+    with pytest.raises(ValueError, match=f"rank {layout.world_size} is not one of"):
+        layout.coordinates(layout.world_size)
+
+
+KEPT = {
+    "pp": ("dp_replicate", "dp_shard", "cp", "tp"),
+    "dp_replicate": ("pp", "dp_shard", "cp", "tp"),
+    "dp_shard": ("pp", "dp_replicate", "cp", "tp"),
+    "dp": ("pp", "cp", "tp"),
+    "cp": ("pp", "dp_replicate", "dp_shard", "tp"),
+    "tp": ("pp", "dp_replicate", "dp_shard", "cp"),
+    "fsdp": ("pp", "dp_replicate", "tp"),
+    "unit": ("dp_replicate", "dp_shard"),
+    "replica": ("dp_replicate",),
+    "world": (),
+}
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_ranks_of_an_axis_are_those_of_brute_force(layout, axis):
+    places = brute_force(layout)
+    block = layout.dp_shard * layout.cp * layout.tp
+    for rank, place in enumerate(places):
+        if axis == "ep":
+            expected = [o for o in range(layout.world_size) if o // layout.ep == rank // layout.ep]
+        elif axis == "efsdp":
+            expected = [
+                o for o in range(layout.world_size) if o // block == rank // block and o % layout.ep == rank % layout.ep
+            ]
+        else:
+            expected = [
+                o for o, other in enumerate(places) if all(getattr(other, n) == getattr(place, n) for n in KEPT[axis])
+            ]
+        assert layout.ranks_of(axis, rank) == tuple(expected)
+        assert layout.degree(axis) == len(expected)
+
+
+def test_an_unknown_axis_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="unknown parallel axis 'etp': one of pp, dp_replicate, .*, world"):
+        LAYOUTS[0].ranks_of("etp", 0)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "possible"),
+    [
+        (6, {"tp": 4}, "possible products: 1, 2, 3, 6"),
+        (12, {"tp": 2, "shard": 4}, "possible: 1, 2, 3, 6, or -1"),
+        (8, {"tp": 2, "shard": 2, "ep": 3}, "possible: 1, 2, 4$"),
+    ],
+)
+def test_a_refusal_lists_the_degrees_that_would_fit(world_size, options, possible):
+    with pytest.raises(ValueError, match=possible):
+        dims(world_size, **options)
