@@ -1,6 +1,7 @@
 """Token ids in, token ids out: the decode loop, its caches and its choices."""
 
 from mindformers_ext.generate.configuration import GenerationConfig
+from mindformers_ext.generate.forward import run_idle
 from mindformers_ext.generate.generation import GenerateOutput, generate, generate_rows
 from mindformers_ext.generate.kv_cache import KVCache
 from mindformers_ext.generate.mixin import GenerateMixin
@@ -28,4 +29,5 @@ __all__ = [
     "generate",
     "generate_rows",
     "greedy_sample",
+    "run_idle",
 ]

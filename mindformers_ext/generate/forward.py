@@ -6,11 +6,16 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
+from mindformers_ext.generate.gathering import best_tokens, gather_vocab_parallel_logits
 from mindformers_ext.generate.kv_cache import KVCache
+from mindformers_ext.generate.sampler import greedy_sample
 from mindformers_ext.generate.utils import _build_combined_mask, build_position_ids, left_pad
+from mindformers_ext.parallel.groups import ParallelContext
+from mindformers_ext.parallel.lockstep import Lockstep
 
 
 class BatchForward:
@@ -34,15 +39,25 @@ class BatchForward:
         max_new_tokens: most tokens that will be added to a row.
         use_cache: False runs the whole sequence at every step.
         chunk_size: most prompt tokens in one forward.
+        best_only: steps give the best token of each row, int64 ``[B]``, in place of logits.
 
     Raises:
         ValueError: prompts of different lengths for a model that takes no mask or no positions.
     """
 
     def __init__(
-        self, model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, use_cache: bool, chunk_size: int
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        use_cache: bool,
+        chunk_size: int,
+        best_only: bool = False,
     ) -> None:
         self._model = model
+        self.best_only = best_only
+        shard = getattr(model, "shard", None)
+        self._layout: ParallelContext | None = None if shard is None else shard.context
         self._accepts = set(inspect.signature(model.construct).parameters)
         self._ids, self._mask = left_pad(prompts)
         self._padded = bool((self._mask == 0).any())
@@ -52,6 +67,7 @@ class BatchForward:
                 f"{type(model).__name__}.construct takes no {' and no '.join(missing)}, so its prompts must be of "
                 "equal length or given one at a time"
             )
+        self._lockstep = _lockstep(model)
         self._chunk_size = chunk_size
         rows, length = self._ids.shape
         # Rows that are still asked for; the others are carried along until it pays to drop them.
@@ -67,7 +83,7 @@ class BatchForward:
         return self._ids.shape[1]
 
     def prefill(self) -> np.ndarray:
-        """Runs the prompts; returns the logits float32 ``[B, V]`` of their last tokens."""
+        """Runs the prompts; returns the logits float32 ``[B, V]`` of their last tokens, or the best token of each."""
         length = self.length
         start = 0
         while self._cache is not None and start + self._chunk_size < length:
@@ -76,7 +92,7 @@ class BatchForward:
         return self._run(0 if self._cache is None else start, length)
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
-        """Appends one token to each row, int ``[B]``; returns the logits float32 ``[B, V]`` that follow."""
+        """Appends one token to each row, int ``[B]``; returns the logits float32 ``[B, V]`` that follow, or tokens."""
         column = np.zeros((len(self._ids), 1), np.int32)
         column[self._live, 0] = tokens
         self._ids = np.concatenate((self._ids, column), axis=1)
@@ -104,7 +120,9 @@ class BatchForward:
             self._padded = bool((self._mask == 0).any())
 
     def close(self) -> None:
-        """Frees the cache."""
+        """Frees the cache, and lets processes that share parameters with this one come to their end."""
+        if self._lockstep is not None:
+            self._lockstep.finish()
         if self._cache is not None:
             self._cache.clear()
 
@@ -128,6 +146,8 @@ class BatchForward:
             "past_key_values": self._past(),
             "logits_to_keep": 1,
         }
+        if self._lockstep is not None:
+            self._lockstep.forward()
         outputs = self._model(
             Tensor.from_numpy(np.ascontiguousarray(self._ids[:, start:end])),
             **{name: value for name, value in given.items() if name in self._accepts},
@@ -135,8 +155,23 @@ class BatchForward:
         logits, past_key_values = _unpacked(outputs)
         if self._cache is not None and not self._in_place:
             self._store(past_key_values)
-        last = logits if logits.shape[1] == 1 else logits[:, -1:]
-        return last.asnumpy()[:, 0].astype(np.float32, copy=False)
+        last = None
+        if logits is not None:
+            last = logits if logits.shape[1] == 1 else logits[:, -1:]
+            last = last.asnumpy()[:, 0].astype(np.float32, copy=False)
+        return self._joined(last)
+
+    def _joined(self, last: np.ndarray | None) -> np.ndarray:
+        """What `prefill` and `step` return, from this process' part of the last position's logits."""
+        rows = len(self._ids)
+        if self._layout is None:
+            assert last is not None
+            return greedy_sample(last) if self.best_only else last
+        join = best_tokens if self.best_only else gather_vocab_parallel_logits
+        if self._layout.tp.size == self._layout.pp.size == 1 and not self.best_only:
+            assert last is not None
+            return last
+        return join(last, rows, self._model.config.vocab_size, self._layout)
 
     def _past(self) -> Any:
         if self._cache is None or (not self._in_place and not len(self._cache)):
@@ -150,7 +185,26 @@ class BatchForward:
             self._cache.update(past_key_values)
 
 
-def _unpacked(outputs: Any) -> tuple[Tensor, Any]:
+def run_idle(model: Any) -> None:
+    """Takes part in the forwards of processes that share parameters with this one, which has nothing to do itself."""
+    lockstep = _lockstep(model)
+    if lockstep is not None:
+        with ms._no_grad():
+            lockstep.finish()
+
+
+def _lockstep(model: Any) -> Lockstep | None:
+    shard = getattr(model, "shard", None)
+    if shard is None:
+        return None
+
+    def idle() -> None:
+        model(Tensor.from_numpy(np.zeros((1, 1), np.int32)), logits_to_keep=1)
+
+    return Lockstep(shard.context.groups["dp_shard"], idle)
+
+
+def _unpacked(outputs: Any) -> tuple[Tensor | None, Any]:
     """Takes logits and past_key_values out of what a model returned."""
     if isinstance(outputs, dict):
         return outputs["logits"], outputs.get("past_key_values")

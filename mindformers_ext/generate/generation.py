@@ -16,6 +16,7 @@ from mindformers_ext.generate.beam_search import search_beams
 from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
 from mindformers_ext.generate.noise import fresh_seed
+from mindformers_ext.generate.processors import build_processors
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.generate.stepwise import choose_tokens
@@ -139,7 +140,14 @@ def generate_rows(
         if streamer is not None:
             streamer.put(left_pad(prompts, config.filler)[0])
         with ms._no_grad(), _evaluating(model):
-            forward = BatchForward(model, prompts, int(rows.budgets.max()), config.use_cache, config.prefill_chunk_size)
+            forward = BatchForward(
+                model,
+                prompts,
+                int(rows.budgets.max()),
+                config.use_cache,
+                config.prefill_chunk_size,
+                best_only=_reads_best_only(model, config, step_scores),
+            )
             try:
                 if config.num_beams > 1:
                     return search_beams(forward, rows, config, stopping, stats)
@@ -149,6 +157,14 @@ def generate_rows(
     finally:
         if streamer is not None:
             streamer.end()
+
+
+def _reads_best_only(model: Any, config: GenerationConfig, step_scores: list[np.ndarray] | None) -> bool:
+    """Tells whether the best token of each row is all that a run reads of the logits."""
+    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if not isinstance(vocab_size, int) or config.do_sample or config.num_beams > 1 or config.stopping_criteria:
+        return False
+    return config.output_logprobs is None and step_scores is None and not build_processors(config, vocab_size)
 
 
 @contextmanager

@@ -49,15 +49,18 @@ def choose_tokens(
         copies = np.repeat(np.arange(len(rows)), config.num_return_sequences)
         forward.select(copies)
         logits, rows = logits[copies], rows.repeated(config.num_return_sequences)
-    processors = build_processors(config, logits.shape[1])
+    processors = None if forward.best_only else build_processors(config, logits.shape[1])
     if step_scores is not None:
         _check_room(logits, rows)
     answers = _Answers(len(rows), int(rows.budgets.max()), config)
     while True:
         with stats.decode():
-            context = rows.context()
-            scores = processors(logits, context)
-            chosen = _choose(scores, context, config)
+            if processors is None:
+                scores = chosen = logits
+            else:
+                context = rows.context()
+                scores = processors(logits, context)
+                chosen = _choose(scores, context, config)
             answers.record(rows, logits, chosen)
             if step_scores is not None:
                 step_scores.append(answers.spread(rows, scores, np.nan))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor
@@ -160,6 +162,31 @@ class KeyValueState(SlotState):
         first = self.length == 0
         self.append(key, value)
         return (key, value) if first else (self.key, self.value)
+
+
+def view_rows(state: Any, begin: int, end: int) -> Any:
+    """Returns the state of some rows, whose buffers are those of ``state``: what is written to one is in the other.
+
+    Numbers that all rows share, such as `LayerState.length`, are copies: see `take_numbers`.
+    """
+    view = copy.copy(state)
+    for name, value in vars(state).items():
+        if isinstance(value, Tensor):
+            setattr(view, name, ops.view_rows(value, begin, end))
+        elif isinstance(value, list):
+            setattr(view, name, [ops.view_rows(buffer, begin, end) for buffer in value])
+        elif hasattr(value, "__dict__"):
+            setattr(view, name, view_rows(value, begin, end))
+    return view
+
+
+def take_numbers(state: Any, views: Sequence[Any]) -> None:
+    """Takes over the largest of the numbers of views that together have run a forward."""
+    for name, value in vars(state).items():
+        if isinstance(value, int):
+            setattr(state, name, max(getattr(view, name) for view in views))
+        elif hasattr(value, "__dict__") and not isinstance(value, Tensor):
+            take_numbers(value, [getattr(view, name) for view in views])
 
 
 def _zeros(*shape: int) -> Tensor:

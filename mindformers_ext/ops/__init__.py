@@ -78,6 +78,7 @@ __all__ = [
     "split_latent",
     "swiglu",
     "unit_offset",
+    "view_rows",
     "window_attention",
     "write_blocks",
     "write_ring",
@@ -245,6 +246,13 @@ def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:
 def move_rows(buffer: Tensor, rows: np.ndarray, start: int, stop: int) -> None:
     """Makes slots ``start`` to ``stop`` of row ``i`` those of row ``rows[i]`` in ``buffer`` ``[B, N, T, ...]``."""
     (host if device_target() == "CPU" else reference).move_rows(buffer, rows, start, stop)
+
+
+def view_rows(buffer: Tensor, begin: int, end: int) -> Tensor:
+    """Returns rows ``begin`` to ``end`` of a buffer, in its own memory."""
+    if device_target() == "CPU":
+        return Tensor.from_numpy(buffer.asnumpy()[begin:end])
+    return buffer.narrow(0, begin, end - begin)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:

@@ -128,7 +128,7 @@ class Group:
             shown = ", ".join(str(rank) for rank in self.ranks[:_SHOWN_RANKS])
             more = ", ..." if self.size > _SHOWN_RANKS else ""
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise RuntimeError(
+            raise ConnectionError(
                 f"{collective} in group {self.name!r} (ranks {shown}{more}) failed on rank {self.ranks[self.rank]}: "
                 f"a member has probably ended, or makes another call ({reason})"
             ) from error

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mindformers_ext.parallel.parallel_dims import ParallelDims
+from mindformers_ext.parallel.schedule import split_layers
 
 if TYPE_CHECKING:
     from mindspore import nn
 
+    from mindformers_ext.parallel.groups import ParallelContext
 
-def parallelize_model(model: nn.Cell, dims: ParallelDims, forward_only: bool) -> nn.Cell:
+
+def parallelize_model(
+    build: Callable[[range], nn.Cell],
+    num_layers: int,
+    context: ParallelContext,
+    forward_only: bool,
+    layers_per_stage: object = "auto",
+) -> nn.Cell:
     """Returns the part of the model that this process runs.
 
     Args:
-        model: the whole model.
-        dims: degrees of the job.
+        build: makes the part that has these layers, split as the context says.
+        num_layers: layers of the whole model.
+        context: the place of this process.
         forward_only: True for prediction, False where gradients are needed.
+        layers_per_stage: ``parallelism.pipeline_parallel_layers_per_stage``, see `split_layers`.
 
     Raises:
-        NotImplementedError: the job has more than one process.
+        NotImplementedError: training on more than one process, or context parallelism.
+        ValueError: the layers cannot be split like this.
     """
-    if dims.world_size > 1:
-        kind = "prediction" if forward_only else "training"
+    dims = context.dims
+    if dims.world_size > 1 and not forward_only:
         raise NotImplementedError(
-            f"{kind} on {dims.world_size} processes is not supported yet: start the job with one worker"
+            f"training on {dims.world_size} processes is not supported yet: start the job with one worker"
         )
-    return model
+    if dims.cp > 1:
+        raise NotImplementedError(f"parallelism.context_parallel {dims.cp} is not supported yet: set it to 1")
+    return build(split_layers(num_layers, dims.pp, layers_per_stage)[context.coordinates.pp])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from mindformers_ext.config import TrainConfig
-from mindformers_ext.generate import GenerationConfig, GenerationStats, generate_rows
+from mindformers_ext.generate import GenerationConfig, GenerationStats, generate_rows, run_idle
 from mindformers_ext.generate.configuration import DEFAULT_MAX_NEW_TOKENS
 from mindformers_ext.models import TransformerConfig
+from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import Completion, Record, RunResult, Tokenizer, run_generation
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.model import checkpoint_model_files, resolve_model_config
+from mindformers_ext.trainer.replicas import shared_decode
 
 __all__ = [
     "Resolved",
@@ -101,9 +104,11 @@ def generate_from_records(
     records: Iterable[Record],
     config: GenerationConfig,
     stats: GenerationStats,
+    context: ParallelContext | None = None,
+    batch_size: int = 1,
     **options: Any,
 ) -> RunResult:
-    """Answers records in batches.
+    """Answers records in batches, which the replicas of a job share.
 
     Args:
         model: meets the contract of `mindformers_ext.generate.generate`.
@@ -111,12 +116,23 @@ def generate_from_records(
         records: see `mindformers_ext.predict.normalize_input`.
         config: options of decoding.
         stats: is added to.
+        context: the place of this process; None for a job of one.
+        batch_size: prompts in one batch of a replica.
         **options: further arguments of `mindformers_ext.predict.run_generation`.
     """
+
+    def decode(prompts: list[list[int]], indices: list[int]) -> list[Completion]:
+        return generate_batch(model, prompts, config, stats, indices, tokenizer)
+
+    replicas = 1 if context is None else context.dp.size
+    if context is not None and replicas > 1:
+        idle = partial(run_idle, model)
+        decode = shared_decode(decode, context, config.num_return_sequences, idle)
     return run_generation(
         records,
         tokenizer,
-        lambda prompts, indices: generate_batch(model, prompts, config, stats, indices, tokenizer),
+        decode,
+        batch_size=batch_size * replicas,
         max_new_tokens=config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
         num_sequences=config.num_return_sequences,
         **options,

@@ -14,7 +14,11 @@ from mindspore import nn
 from mindformers_ext.checkpoint import check_weights
 from mindformers_ext.config import InferenceSection, TrainConfig, load_config
 from mindformers_ext.generate import GenerationStats
+from mindformers_ext.generate.noise import fresh_seed
+from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
+from mindformers_ext.parallel.agreement import require_same
+from mindformers_ext.parallel.groups import init_parallel
 from mindformers_ext.predict import (
     RunSummary,
     Timings,
@@ -26,7 +30,8 @@ from mindformers_ext.predict import (
 )
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
 from mindformers_ext.trainer.callbacks import TrainerCallback
-from mindformers_ext.trainer.causal_lm import CausalLM
+from mindformers_ext.trainer.causal_lm import build_causal_lm
+from mindformers_ext.trainer.fingerprint import fingerprint, input_fingerprint
 from mindformers_ext.trainer.inference import (
     build_inference_tokenizer,
     configure_inference,
@@ -102,7 +107,7 @@ class Trainer:
         for warning in self.config.warnings:
             logger.warning(warning)
 
-        self._dims = ParallelDims.from_config(self.config.parallelism, world_size())
+        dims = ParallelDims.from_config(self.config.parallelism, world_size())
         self._weights_loaded = False
         training = self.config.training
         self.tokenizer: Tokenizer | None
@@ -111,13 +116,16 @@ class Trainer:
             _check_files(self.config)
         else:
             self.tokenizer = training_tokenizer(self.config)
+        model_config = None
         if model is None:
             model_config = (configure_inference if self.is_inference else resolve_model_config)(self.config)
-            model = CausalLM(model_config)
             if self.is_inference:
-                check_weights(self.config.checkpoint.load_path, model.weight_layout())
+                check_weights(self.config.checkpoint.load_path, weight_layout(model_config))
         setup_runtime(seed=training.seed, deterministic=training.deterministic)
-        self.model = self._apply_parallelism(model)
+        self._context = init_parallel(dims)
+        if self._context.dims.world_size > 1:
+            require_same(self._context, {"the configuration": fingerprint(self.config.to_dict())})
+        self.model = self._apply_parallelism(model, model_config)
         self.state = TrainerState(max_steps=training.steps)
         self._run: TrainingRun | None = None
         if not self.is_inference:
@@ -206,9 +214,14 @@ class Trainer:
             self.config.generation, options.max_new_tokens, self.tokenizer, folder, vocab_size, generation
         )
         logger.info("decoding: %s", resolved.describe())
+        self._require_same_run(options, field, resolved.describe())
         decoding = resolved.config
         if self.config.predict.suppress_unnamed_tokens:
             decoding = without_unnamed_tokens(decoding, self.tokenizer, vocab_size)
+        if decoding.do_sample and decoding.seed is None:
+            # Ranks that draw for themselves would choose different tokens.
+            decoding = decoding.updated(seed=self._context.world.all_gather_object(fresh_seed())[0])
+            logger.info("seed of sampling: %d", decoding.seed)
         self._load_inference_checkpoint()
         stats = GenerationStats()
         writes = rank() == 0 and bool(options.output)
@@ -220,6 +233,7 @@ class Trainer:
                 decoding,
                 stats,
                 writer=writer,
+                context=self._context,
                 batch_size=options.batch_size,
                 max_length=getattr(model_config, "seq_length", None),
                 vocab_size=vocab_size,
@@ -235,9 +249,46 @@ class Trainer:
             logger.info("results: %s", options.output)
         return result.outputs
 
-    def _apply_parallelism(self, model: nn.Cell) -> nn.Cell:
-        """Spreads the model over the job's processes, the same way for training and prediction."""
-        return parallelize_model(model, self._dims, forward_only=self.is_inference)
+    def _apply_parallelism(self, model: nn.Cell | None, model_config: TransformerConfig | None) -> nn.Cell:
+        """Spreads the model over the job's processes, the same way for training and prediction.
+
+        Raises:
+            NotImplementedError: a model of the caller's on processes that would share it.
+            ValueError: the model cannot be split like this.
+        """
+        parallelism, context = self.config.parallelism, self._context
+        if model_config is None:
+            assert model is not None
+            if context.replica.size > 1:
+                raise NotImplementedError(
+                    "a model that is given to the Trainer is whole on every process: set tensor_parallel, "
+                    "context_parallel, pipeline_parallel and data_parallel_shard to 1"
+                )
+            return model
+        micro_batches = parallelism.pipeline_parallel_microbatch_size
+        return parallelize_model(
+            lambda layers: build_causal_lm(model_config, context, layers, micro_batches),
+            model_config.num_layers,
+            context,
+            forward_only=self.is_inference,
+            layers_per_stage=parallelism.pipeline_parallel_layers_per_stage,
+        )
+
+    def _require_same_run(self, options: InferenceSection, field: str, decoding: str) -> None:
+        """Refuses to start where ranks would read, batch or decode differently.
+
+        Raises:
+            ValueError: names what differs, with the ranks.
+        """
+        if self._context.dims.world_size == 1:
+            return
+        compared = {
+            "batch_size": options.batch_size,
+            "the input": input_fingerprint(options.input_data),
+            "dataset_field": field,
+            "the options of decoding": decoding,
+        }
+        require_same(self._context, compared)
 
     def _validate_pp_inference(self) -> None:
         """Refuses pipeline options that have no meaning without a backward pass.
