@@ -14,7 +14,7 @@ from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import Completion, Record, RunResult, Tokenizer, run_generation
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.model import checkpoint_model_files, resolve_model_config
-from mindformers_ext.trainer.replicas import shared_decode
+from mindformers_ext.trainer.replicas import Decode, shared_decode
 
 __all__ = [
     "Resolved",
@@ -121,13 +121,14 @@ def generate_from_records(
         **options: further arguments of `mindformers_ext.predict.run_generation`.
     """
 
-    def decode(prompts: list[list[int]], indices: list[int]) -> list[Completion]:
+    def decode_here(prompts: list[list[int]], indices: list[int]) -> list[Completion]:
         return generate_batch(model, prompts, config, stats, indices, tokenizer)
 
+    decode: Decode = decode_here
     replicas = 1 if context is None else context.dp.size
     if context is not None and replicas > 1:
         idle = partial(run_idle, model)
-        decode = shared_decode(decode, context, config.num_return_sequences, idle)
+        decode = shared_decode(decode_here, context, config.num_return_sequences, idle)
     return run_generation(
         records,
         tokenizer,

@@ -1,0 +1,149 @@
+"""Predicts in every parallel layout and compares the files with those of one process.
+
+    python scripts/check_layouts.py --ranks 4
+    python scripts/check_layouts.py --ranks 2 --families qwen3 deepseek_v3 --layouts tp2 pp2
+
+One job walks all layouts of a number of ranks. A layout is written as its degrees, e.g. ``tp2pp2`` or ``fsdp4ep2``; what
+is left of the ranks are replicas. Prints a Markdown table; the exit code is 1 if any file differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+CHECKPOINTS = ROOT / "tests" / "data" / "checkpoints"
+FAMILIES = ("qwen3", "qwen3_moe", "qwen3_5", "deepseek_v3", "deepseek_v4")
+LAYOUTS = {
+    2: ("dp2", "fsdp2", "tp2", "pp2", "ep2fsdp2", "tp2ep2"),
+    4: ("dp4", "fsdp4", "tp4", "pp4", "ep4fsdp4", "tp2pp2", "tp2ep2pp2", "fsdp2tp2", "fsdp2pp2", "tp2"),
+    8: ("dp8", "fsdp8", "tp4fsdp2", "pp2tp2", "fsdp4", "ep8fsdp8", "pp4tp2", "ep2pp2fsdp2"),
+}
+DECODINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "seed": 11, "top_k": 20},
+    "penalty": {"repetition_penalty": 1.3},
+    "beams": {"num_beams": 4},
+}
+KEYS = {
+    "tp": "tensor_parallel",
+    "cp": "context_parallel",
+    "pp": "pipeline_parallel",
+    "ep": "expert_parallel",
+    "fsdp": "data_parallel_shard",
+}
+
+
+def parallelism(layout: str) -> dict[str, Any]:
+    """The ``parallelism`` section of a layout such as ``tp2pp2``."""
+    degrees = {name: int(size) for name, size in re.findall(r"([a-z]+)(\d+)", layout)}
+    section: dict[str, Any] = {KEYS[name]: size for name, size in degrees.items() if name in KEYS}
+    return {"data_parallel_shard": 1, "sequence_parallel": section.get("tensor_parallel", 1) > 1, **section}
+
+
+def prompts() -> list[str]:
+    cases = json.loads((CHECKPOINTS / "qwen3" / "reference.json").read_text())["cases"]
+    return [case["prompt"] for case in cases]
+
+
+def predict(family: str, decoding: str, output: pathlib.Path, layout: dict[str, Any]) -> dict[str, Any]:
+    """Runs one prediction in this process; returns what there is to know of it."""
+    from mindformers_ext.trainer import Trainer
+
+    config = {
+        "run_mode": "predict",
+        "checkpoint": {"load_path": str(CHECKPOINTS / family)},
+        "parallelism": layout,
+        "inference": {"input_data": prompts(), "max_new_tokens": 12, "batch_size": 3, "output": str(output)},
+        "generation": DECODINGS[decoding],
+        "predict": {"progress": False},
+    }
+    trainer = Trainer(config)
+    trainer.inference(collect=False)
+    regions = trainer.model.weight_regions()
+    return {"weights": 4 * sum(region.size for region in regions.values())}
+
+
+def run_worker(arguments: argparse.Namespace) -> int:
+    """Walks the layouts on one rank; rank 0 notes the results."""
+    rank = int(os.environ.get("RANK_ID", "0"))
+    folder = pathlib.Path(arguments.folder)
+    results = []
+    for layout in arguments.layouts:
+        for family in arguments.families:
+            for decoding in arguments.decodings:
+                output = folder / f"{layout}-{family}-{decoding}.jsonl"
+                start = time.perf_counter()
+                try:
+                    found = predict(family, decoding, output, parallelism(layout))
+                    result = "ok" if rank else _compare(output, folder / f"single-{family}-{decoding}.jsonl")
+                except (ValueError, NotImplementedError) as error:
+                    found, result = {}, f"refused: {error}"
+                entry = {"layout": layout, "family": family, "decoding": decoding, "result": result, **found}
+                results.append(entry | {"seconds": round(time.perf_counter() - start, 2)})
+                if rank == 0:
+                    print(json.dumps(results[-1]), flush=True)
+    if rank == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    return 0
+
+
+def _compare(output: pathlib.Path, expected: pathlib.Path) -> str:
+    return "equal" if output.read_bytes() == expected.read_bytes() else "DIFFERENT"
+
+
+def table(results: Iterable[dict[str, Any]]) -> str:
+    """The results as Markdown: a row a layout, a column a family."""
+    rows: dict[str, dict[str, list[str]]] = {}
+    for result in results:
+        rows.setdefault(result["layout"], {}).setdefault(result["family"], []).append(result["result"])
+    families = list(dict.fromkeys(result["family"] for result in results))
+    lines = ["| layout | " + " | ".join(families) + " |", "|---|" + "---|" * len(families)]
+    for layout, cells in rows.items():
+        shown = [", ".join(dict.fromkeys(cells.get(family, ["-"]))) for family in families]
+        lines.append(f"| {layout} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--families", nargs="+", default=FAMILIES)
+    parser.add_argument("--decodings", nargs="+", default=list(DECODINGS))
+    parser.add_argument("--layouts", nargs="+")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.layouts = arguments.layouts or LAYOUTS[arguments.ranks]
+    if arguments.folder:
+        return run_worker(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        for family in arguments.families:
+            for decoding in arguments.decodings:
+                predict(family, decoding, pathlib.Path(folder, f"single-{family}-{decoding}.jsonl"), {})
+        words = [sys.executable, str(pathlib.Path(__file__).resolve()), "--folder", folder]
+        for name in ("families", "decodings", "layouts"):
+            words += [f"--{name}", *getattr(arguments, name)]
+        launcher = str(ROOT / "scripts" / "msrun_launcher.sh")
+        command = ["bash", launcher, " ".join(words), str(arguments.ranks), "", f"{folder}/log", "True", "300"]
+        environment = os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+        code = subprocess.run(command, env=environment, cwd=folder, check=False).returncode
+        if code:
+            return code
+        results = json.loads(pathlib.Path(folder, "results.json").read_text())
+    print(table(results))
+    return int(any(result["result"] == "DIFFERENT" for result in results))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
