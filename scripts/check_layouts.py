@@ -26,7 +26,7 @@ _SCORE_TOLERANCE = 1e-4
 CHECKPOINTS = ROOT / "tests" / "data" / "checkpoints"
 FAMILIES = ("qwen3", "qwen3_moe", "qwen3_5", "deepseek_v3", "deepseek_v4")
 LAYOUTS = {
-    2: ("dp2", "fsdp2", "tp2", "pp2", "ep2fsdp2", "tp2ep2"),
+    2: ("dp2", "fsdp2", "tp2", "pp2", "cp2", "cp2ulysses", "ep2fsdp2", "tp2ep2"),
     4: ("dp4", "fsdp4", "tp4", "pp4", "ep4fsdp4", "tp2pp2", "tp2ep2pp2", "fsdp2tp2", "fsdp2pp2", "tp2"),
     8: ("dp8", "fsdp8", "tp4fsdp2", "pp2tp2", "fsdp4", "ep8fsdp8", "pp4tp2", "ep2pp2fsdp2"),
 }
@@ -49,6 +49,8 @@ def parallelism(layout: str) -> dict[str, Any]:
     """The ``parallelism`` section of a layout such as ``tp2pp2``."""
     degrees = {name: int(size) for name, size in re.findall(r"([a-z]+)(\d+)", layout)}
     section: dict[str, Any] = {KEYS[name]: size for name, size in degrees.items() if name in KEYS}
+    if layout.endswith("ulysses"):
+        section["context_parallel_method"] = "ulysses"
     return {"data_parallel_shard": 1, "sequence_parallel": section.get("tensor_parallel", 1) > 1, **section}
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mindspore import Tensor, nn
 
 from mindformers_ext import ops
 from mindformers_ext.models.cache import KeyValueState
 from mindformers_ext.models.config import TransformerConfig
 from mindformers_ext.models.context import ForwardContext
+from mindformers_ext.models.context_parallel import shared_attention
 from mindformers_ext.models.layers import Linear, RMSNorm
 
 
@@ -31,13 +34,14 @@ class SelfAttention(nn.Cell):
             self.k_layernorm = RMSNorm(dim, self.eps, config.layernorm_zero_centered_gamma)
         self.qk_layernorm, self.gated = config.qk_layernorm, config.attention_output_gate
 
-    def construct(self, x: Tensor, context: ForwardContext, state: KeyValueState | None = None) -> Tensor:
+    def construct(self, x: Tensor, context: ForwardContext, state: Any = None) -> Tensor:
         """Attends over the tokens of ``x`` and those in ``state``.
 
         Args:
             x: float32 ``[B * S, H]``.
             context: the tokens of this forward.
-            state: keys and values of earlier tokens; those of ``x`` are appended.
+            state: keys and values of earlier tokens, a `KeyValueState`, or a `SharedState` where processes share a
+                sequence; those of ``x`` are appended.
 
         Returns:
             float32 ``[B * S, H]``.
@@ -45,9 +49,12 @@ class SelfAttention(nn.Cell):
         norms = (self.q_layernorm.scale, self.k_layernorm.scale) if self.qk_layernorm else None
         qkv = self.linear_qkv(x)
         query, key, value = ops.qkv_heads(qkv, *context.rotary(), self.groups, norms, self.eps, self.dim, self.gated)
-        if state is not None:
-            key, value = state.update(key, value)
-        attended = ops.attention(query, key, value, context.bias(key.shape[2]), self.scale)
+        if context.share is not None:
+            attended = shared_attention(query, key, value, context, context.share, state, self.scale)
+        else:
+            if state is not None:
+                key, value = state.update(key, value)
+            attended = ops.attention(query, key, value, context.bias(key.shape[2]), self.scale)
         return self.linear_proj(ops.gate_heads(attended, qkv, self.groups, self.dim) if self.gated else attended)
 
     def new_state(self, batch_size: int, max_length: int) -> KeyValueState:

@@ -181,10 +181,12 @@ def view_rows(state: Any, begin: int, end: int) -> Any:
 
 
 def take_numbers(state: Any, views: Sequence[Any]) -> None:
-    """Takes over the largest of the numbers of views that together have run a forward."""
+    """Takes over the numbers of views that together have run a forward: of each the largest."""
     for name, value in vars(state).items():
         if isinstance(value, int):
             setattr(state, name, max(getattr(view, name) for view in views))
+        elif isinstance(value, np.ndarray):
+            setattr(state, name, getattr(views[0], name))
         elif hasattr(value, "__dict__") and not isinstance(value, Tensor):
             take_numbers(value, [getattr(view, name) for view in views])
 

@@ -10,6 +10,8 @@ from mindspore import Tensor
 
 from mindformers_ext.models.mask import attention_bias, check_mask
 from mindformers_ext.models.rope import RotaryTable
+from mindformers_ext.models.sequence_share import SequenceShare, share_of
+from mindformers_ext.parallel.collectives import Group
 
 Value = TypeVar("Value")
 
@@ -36,6 +38,8 @@ class ForwardContext:
         real: bool ``[B, past + S]``, False for pads; None if there are none.
         real_rows: which of the new tokens are real, bool ``[B * S]``; None if all are.
 
+        share: how processes share the tokens of this forward, of which those here are a part; None: they do not.
+
     Raises:
         ValueError: the mask has another shape.
     """
@@ -55,6 +59,7 @@ class ForwardContext:
         self._rotary: dict[str, tuple[Tensor, Tensor]] = {}
         self._biases: dict[int, Tensor] = {}
         self._cached: dict[Hashable, Any] = {}
+        self.share: SequenceShare | None = None
         if attention_mask is not None:
             check_mask(attention_mask, self.batch, self.length, past)
         self._mask = attention_mask
@@ -84,6 +89,26 @@ class ForwardContext:
     def rotary_at(self, kind: str, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns cos and sin, float32 ``[..., rotary_dim]``, at other positions ``[...]``."""
         return self._tables[kind].lookup(positions)
+
+    def shared(self, group: Group, method: str) -> ForwardContext:
+        """Returns the tokens that this process computes where a group shares the sequence."""
+        share = share_of(group, self.past, self.length, method, lambda: self.bias(self.length))
+        if share is None or not share.is_split:
+            self.share = share
+            return self
+        begin, end = share.own
+        mask = None if self._mask is None else self._mask[..., :end]
+        if mask is not None and mask.ndim == 4:
+            mask = mask[:, :, begin:end]
+        part = ForwardContext(
+            Tensor.from_numpy(np.ascontiguousarray(self.input_ids.asnumpy()[:, begin:end])),
+            self.positions[:, begin:end],
+            mask,
+            begin,
+            self._tables,
+        )
+        part.share = share
+        return part
 
     def bias(self, slots: int) -> Tensor:
         """Returns the causal bias, float32 ``[B or 1, 1, S, slots]``; pads and slots past the new tokens are masked."""

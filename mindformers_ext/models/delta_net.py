@@ -10,6 +10,7 @@ from mindformers_ext.models.cache import LayerState
 from mindformers_ext.models.config import DeltaNetConfig, TransformerConfig
 from mindformers_ext.models.context import ForwardContext
 from mindformers_ext.models.layers import Linear, RMSNorm, empty_parameter
+from mindformers_ext.models.sequence_share import SequenceShare
 
 
 class DeltaNetState(LayerState):
@@ -95,6 +96,22 @@ class GatedDeltaNet(nn.Cell):
         Returns:
             float32 ``[B * S, H]``.
         """
+        if context.share is not None and context.share.is_split:
+            return self._in_turn(x, context, context.share, state)
+        return self._run(x, context, state)
+
+    def _in_turn(self, x: Tensor, context: ForwardContext, share: SequenceShare, state: DeltaNetState | None) -> Tensor:
+        """Runs the parts of a sequence on one process after the other, each from the state of the one before."""
+        state = self.new_state(context.batch, share.total) if state is None else state
+        result = x
+        for turn in range(share.group.size):
+            if turn == share.group.rank:
+                result = self._run(x, context, state)
+            state.conv, state.recurrent = (share.group.broadcast(part, turn) for part in (state.conv, state.recurrent))
+        state.length = share.past + share.total
+        return result
+
+    def _run(self, x: Tensor, context: ForwardContext, state: DeltaNetState | None) -> Tensor:
         sizes, real = self.sizes, context.real_rows
         if real is not None:
             x = ops.zero_rows(x, real)  # in_proj has no bias: pads enter the convolution as zeros

@@ -10,12 +10,14 @@ from mindspore import Tensor, nn
 
 from mindformers_ext import ops
 from mindformers_ext.models.block import TransformerBlock
-from mindformers_ext.models.cache import LayerState
+from mindformers_ext.models.cache import LayerState, SlotState
 from mindformers_ext.models.config import TransformerConfig
 from mindformers_ext.models.context import ForwardContext
+from mindformers_ext.models.context_parallel import SharedState
 from mindformers_ext.models.families import weight_layout
 from mindformers_ext.models.layers import LanguageModelEmbedding, Linear, initialise
 from mindformers_ext.models.rope import rotary_tables
+from mindformers_ext.models.sequence_share import SequenceShare, share_of
 from mindformers_ext.models.shard import ModelShard, shard_of
 from mindformers_ext.models.weights import WeightLayout
 from mindformers_ext.parallel.plan import Region
@@ -75,11 +77,12 @@ class GPTModel(nn.Cell):
             "past_key_values": past_key_values}``; under tensor parallelism the logits of this process' part of the
             vocabulary.
         """
-        hidden = self.run_layers(None, input_ids, position_ids, attention_mask, past_key_values)
         batch, length = input_ids.shape
+        past = past_key_values[0].length if past_key_values else 0
+        hidden = self.run_layers(None, input_ids, position_ids, attention_mask, past_key_values)
         if labels is not None:
             return ops.cross_entropy(self._head(hidden), labels.reshape(-1))
-        logits = self.run_head(hidden, batch, length, logits_to_keep)
+        logits = self.run_head(hidden, batch, length, logits_to_keep, past)
         return {"logits": logits, "past_key_values": past_key_values}
 
     def run_layers(
@@ -112,22 +115,47 @@ class GPTModel(nn.Cell):
                 f"{self.config.model_type} has layers that cannot follow an additive attention_mask; give "
                 f"[{batch}, {past + length}] with 1 for real tokens and 0 for pads"
             )
+        context = context.shared(self.shard.context.cp, self.shard.cp_method)
         if hidden is None:
             with self._joined(self.embedding):
-                hidden = self.embedding(input_ids).reshape(batch * length, -1)
+                hidden = self.embedding(context.input_ids).reshape(batch * context.length, -1)
         return self.decoder(hidden, context, states, self._joined)
 
-    def run_head(self, hidden: Tensor, batch: int, length: int, logits_to_keep: int | None = None) -> Tensor:
-        """Turns what `run_layers` gave in the last stage into logits ``[B, S or kept, V]``, as `construct` has them."""
-        if logits_to_keep is not None and logits_to_keep < length:
-            kept = hidden.reshape(batch, length, -1)[:, length - logits_to_keep :]
-            hidden = kept.reshape(batch * logits_to_keep, -1)
+    def run_head(
+        self, hidden: Tensor, batch: int, length: int, logits_to_keep: int | None = None, past: int = 0
+    ) -> Tensor:
+        """Turns what `run_layers` gave in the last stage into logits ``[B, S or kept, V]``, as `construct` has them.
+
+        Args:
+            hidden: what `run_layers` gave.
+            batch: rows B.
+            length: new tokens S of the whole sequence.
+            logits_to_keep: see `construct`.
+            past: tokens before them.
+        """
+        kept = length if logits_to_keep is None else min(logits_to_keep, length)
+        share = self._share(past, length)
+        if share is not None and share.is_split:
+            hidden = share.last(hidden, batch, kept)
+        elif kept < length:
+            hidden = hidden.reshape(batch, length, -1)[:, length - kept :].reshape(batch * kept, -1)
         logits = self._head(hidden)
         return logits.reshape(batch, -1, logits.shape[-1])
 
+    def local_length(self, past: int, length: int) -> int:
+        """Returns how many of ``length`` new tokens this process computes, after ``past`` others."""
+        share = self._share(past, length)
+        return length if share is None else share.length
+
+    def _share(self, past: int, length: int) -> SequenceShare | None:
+        return share_of(self.shard.context.cp, past, length, self.shard.cp_method)
+
     def new_cache(self, batch_size: int, max_length: int) -> list[LayerState]:
         """Returns empty state for ``batch_size`` rows of up to ``max_length`` tokens, one entry a layer."""
-        return [layer.self_attention.new_state(batch_size, max_length) for layer in self.decoder.layers]
+        states = [layer.self_attention.new_state(batch_size, max_length) for layer in self.decoder.layers]
+        if self.shard.context.cp.size == 1:
+            return states
+        return [SharedState(state) if isinstance(state, SlotState) else state for state in states]
 
     def weight_layout(self) -> WeightLayout:
         """Returns how the parameters of the whole model are stored in HuggingFace checkpoints."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mindspore import Tensor, nn
 
 from mindformers_ext import ops
 from mindformers_ext.models.cache import SlotState
 from mindformers_ext.models.config import TransformerConfig
 from mindformers_ext.models.context import ForwardContext
+from mindformers_ext.models.context_parallel import SharedState, joined_attend
 from mindformers_ext.models.layers import Linear, RMSNorm
 from mindformers_ext.models.rope import attention_mscale
+from mindformers_ext.models.sequence_share import SequenceShare
 
 # DeepSeek's and transformers' latent norms do not follow rms_norm_eps.
 _NORM_EPS = 1e-6
@@ -67,7 +71,7 @@ class MLASelfAttention(nn.Cell):
         self.linear_kvb = Linear(mla.kv_lora_rank, self.heads * (mla.qk_head_dim + mla.v_head_dim))
         self.linear_proj = Linear(self.heads * mla.v_head_dim, hidden, config.add_proj_bias, initial="residual")
 
-    def construct(self, x: Tensor, context: ForwardContext, state: LatentState | None = None) -> Tensor:
+    def construct(self, x: Tensor, context: ForwardContext, state: Any = None) -> Tensor:
         """Attends over the tokens of ``x`` and those in ``state``.
 
         First tokens are expanded to keys and values; later ones attend to the latents themselves.
@@ -88,6 +92,8 @@ class MLASelfAttention(nn.Cell):
         if self.has_query_latent:
             query = self.linear_qb(query)
         weight, past = self.linear_kvb.weight, 0 if state is None else state.length
+        if context.share is not None:
+            return self.linear_proj(self._attend_shared(query, latent, context, context.share, state))
         if state is not None:
             state.append(latent)
         if state is None or past == 0:
@@ -99,6 +105,24 @@ class MLASelfAttention(nn.Cell):
                 query, state.latent, weight, *rotary, bias, self.heads, self.scale, self.interleaved
             )
         return self.linear_proj(attended)
+
+    def _attend_shared(
+        self, query: Tensor, latent: Tensor, context: ForwardContext, share: SequenceShare, state: SharedState | None
+    ) -> Tensor:
+        """Attends to the latents of a sequence that several processes share."""
+        attend = None
+        if state is not None:
+            state.keep(share, latent)
+        if share.is_split:
+            latents, bias = share.gather(latent, 2), context.bias(share.total)
+        elif state is None:
+            latents, bias = latent, context.bias(share.total)
+        else:
+            latents, bias, attend = state.state.buffers[0], state.bias(context), joined_attend(share)
+        rotary, weight = context.rotary(), self.linear_kvb.weight
+        return ops.absorbed_attention(
+            query, latents, weight, *rotary, bias, self.heads, self.scale, self.interleaved, attend
+        )
 
     def new_state(self, batch_size: int, max_length: int) -> LatentState:
         """Returns no latents yet, for ``batch_size`` rows of up to ``max_length`` tokens."""

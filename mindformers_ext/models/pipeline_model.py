@@ -92,7 +92,8 @@ class PipelineModel(nn.Cell):
 
     def _activation_shape(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[int, int]:
         rows, length = keywords["input_ids"].shape
-        return rows * length, self._width
+        states = keywords["past_key_values"]
+        return rows * self.stage.local_length(states[0].length if states else 0, length), self._width
 
 
 class _Stage(nn.Cell):
@@ -105,8 +106,10 @@ class _Stage(nn.Cell):
     def construct(
         self, hidden: Tensor | None = None, *, input_ids: Tensor, logits_to_keep: int | None = None, **inputs: Any
     ) -> Tensor:
+        states = inputs["past_key_values"]
+        past = states[0].length if states else 0
         hidden = self.model.run_layers(hidden, input_ids, **inputs)
         if not self.model.shard.is_last:
             return hidden.astype(ms.float32)
         batch, length = input_ids.shape
-        return self.model.run_head(hidden, batch, length, logits_to_keep)
+        return self.model.run_head(hidden, batch, length, logits_to_keep, past)

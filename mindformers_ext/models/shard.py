@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mindformers_ext.models.config import TransformerConfig
 from mindformers_ext.models.sharding import (
     EXPERT_PLAN,
+    check_context_parallel,
     check_expert_parallel,
     check_tensor_parallel,
     local_config,
@@ -30,12 +31,14 @@ class ModelShard:
         local: sizes of the blocks that this process builds.
         context: its place in the layout, and its groups.
         layers: its decoder layers.
+        cp_method: how attention shares the first tokens of a sequence, ``colossal`` or ``ulysses``.
     """
 
     config: TransformerConfig
     local: TransformerConfig
     context: ParallelContext
     layers: range
+    cp_method: str = "colossal"
 
     @property
     def is_first(self) -> bool:
@@ -96,7 +99,10 @@ class ModelShard:
 
 
 def shard_of(
-    config: TransformerConfig, context: ParallelContext | None = None, layers: range | None = None
+    config: TransformerConfig,
+    context: ParallelContext | None = None,
+    layers: range | None = None,
+    cp_method: str = "colossal",
 ) -> ModelShard:
     """Returns the part of a model for a process; by default all of it.
 
@@ -108,7 +114,8 @@ def shard_of(
     check_tensor_parallel(config, tp.size)
     check_expert_parallel(config, ep.size)
     local = local_config(config, tp.size, tp.rank, ep.size, ep.rank)
-    return ModelShard(config, local, context, range(config.num_layers) if layers is None else layers)
+    check_context_parallel(local, context.cp.size, cp_method)
+    return ModelShard(config, local, context, range(config.num_layers) if layers is None else layers, cp_method)
 
 
 def parameter_bytes(regions: Mapping[str, Region]) -> int:

@@ -145,6 +145,34 @@ def check_expert_parallel(config: TransformerConfig, size: int) -> None:
         )
 
 
+def check_context_parallel(local: TransformerConfig, size: int, method: str) -> None:
+    """Refuses to share sequences where a model's layers cannot.
+
+    Args:
+        local: sizes on one process of tensor parallelism.
+        size: degree of context parallelism.
+        method: ``parallelism.context_parallel_method``.
+
+    Raises:
+        ValueError: says what would do.
+    """
+    if size == 1:
+        return
+    if local.sparse_attention is not None:
+        raise ValueError(
+            f"parallelism: context_parallel {size}: the compressed blocks of {local.model_type} cannot be shared by "
+            "processes; set it to 1 and use tensor_parallel or pipeline_parallel"
+        )
+    if method == "ulysses" and (local.mla is not None or local.num_query_groups % size):
+        have = "latents" if local.mla is not None else f"{local.num_query_groups} key-value heads a process"
+        raise ValueError(
+            f"parallelism: context_parallel_method ulysses exchanges heads, and this {local.model_type} has {have}, "
+            f"which {size} processes cannot share; use colossal"
+        )
+    if method not in ("colossal", "ulysses"):
+        raise ValueError(f"parallelism: context_parallel_method {method!r} is not supported; use colossal or ulysses")
+
+
 def local_config(
     config: TransformerConfig, tp: int, tp_index: int, ep: int = 1, ep_index: int = 0
 ) -> TransformerConfig:

@@ -7,6 +7,8 @@ the weight is folded into queries and outputs, and attention sees the latent alo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from mindspore import Tensor, ops
 
@@ -80,6 +82,7 @@ def absorbed_attention(
     heads: int,
     scale: float,
     interleaved: bool,
+    attend: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None,
 ) -> Tensor:
     """Attention over latents without expanding them: ``W_UK`` is folded into the query, ``W_UV`` follows the mix.
 
@@ -93,6 +96,7 @@ def absorbed_attention(
         heads: N.
         scale: factor of the scores.
         interleaved: see `split_latent`.
+        attend: ``(queries, latents, bias, scale)`` in place of `attention`, where the latents are a part of all.
 
     Returns:
         float32 ``[B * S, N * Dv]``.
@@ -100,18 +104,25 @@ def absorbed_attention(
     size, plain = weight.shape[1], query.shape[1] // heads - cos.shape[-1]
     if device_target() != "CPU":
         absorbed = _reference_absorb_query(query, weight, cos, sin, heads, interleaved)
-        mixed = _by_head(reference.attention(absorbed, latent, latent, bias, scale), heads, size)
+        run = attend or _attend_to_latents
+        mixed = _by_head(run(absorbed, latent, bias, scale), heads, size)
         return _reference_values(mixed, weight, plain)
     compiled = native.available()
     few = compiled and query.shape[0] <= native.MAX_ROWS
     absorb, values = (kernels.absorb_query, kernels.latent_values) if few else (_host_absorb_query, _host_values)
     absorbed = absorb(query, weight, cos, sin, heads, interleaved)
-    if compiled and cos.shape[1] == 1:
+    if attend is not None:
+        mixed = _by_head(attend(absorbed, latent, bias, scale), heads, size)
+    elif compiled and cos.shape[1] == 1:
         mixed = kernels.attend_latent(absorbed, latent, bias, scale, size)
     else:
         implementation = native if compiled else host
         mixed = _by_head(implementation.attention(absorbed, latent, latent, bias, scale), heads, size)
     return values(mixed, weight, plain)
+
+
+def _attend_to_latents(query: Tensor, latent: Tensor, bias: Tensor, scale: float) -> Tensor:
+    return reference.attention(query, latent, latent, bias, scale)
 
 
 def _differentiable() -> bool:

@@ -30,7 +30,7 @@ def parallelize_model(
         layers_per_stage: ``parallelism.pipeline_parallel_layers_per_stage``, see `split_layers`.
 
     Raises:
-        NotImplementedError: training on more than one process, or context parallelism.
+        NotImplementedError: training on more than one process.
         ValueError: the layers cannot be split like this.
     """
     dims = context.dims
@@ -38,6 +38,4 @@ def parallelize_model(
         raise NotImplementedError(
             f"training on {dims.world_size} processes is not supported yet: start the job with one worker"
         )
-    if dims.cp > 1:
-        raise NotImplementedError(f"parallelism.context_parallel {dims.cp} is not supported yet: set it to 1")
     return build(split_layers(num_layers, dims.pp, layers_per_stage)[context.coordinates.pp])

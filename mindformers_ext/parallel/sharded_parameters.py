@@ -52,7 +52,8 @@ class ShardedParameters:
     def _join(self, names: list[str]) -> None:
         """Gathers the parts of parameters of one group and type in one call each."""
         group = self._group_of(names[0])
-        for dtype in {self._parts[name].dtype for name in names}:
+        # Every process makes the calls in the same order, which that of a set is not.
+        for dtype in sorted({self._parts[name].dtype for name in names}, key=str):
             chosen = [name for name in names if self._parts[name].dtype == dtype]
             sizes = [[self._size(name, group.size, index) for name in chosen] for index in range(group.size)]
             sent = np.zeros(max(map(sum, sizes)), dtype)

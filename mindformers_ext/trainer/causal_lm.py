@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mindspore import nn
 
+from mindformers_ext.config.schema import ParallelismSection
 from mindformers_ext.generate import GenerateMixin
 from mindformers_ext.models import TransformerConfig
 from mindformers_ext.models.gpt_model import GPTModel
@@ -20,17 +21,21 @@ class PipelineCausalLM(GenerateMixin, PipelineModel):
     """`PipelineModel` with ``generate()``."""
 
 
-def build_causal_lm(config: TransformerConfig, context: ParallelContext, layers: range, micro_batches: int) -> nn.Cell:
+def build_causal_lm(
+    config: TransformerConfig, context: ParallelContext, layers: range, parallelism: ParallelismSection
+) -> nn.Cell:
     """Builds the part of a model that a process runs.
 
     Args:
         config: of the whole model.
         context: the place of the process.
         layers: its layers.
-        micro_batches: parts of a batch that are on their way through a pipeline at the same time.
+        parallelism: further options of the layout.
 
     Raises:
         ValueError: the model cannot be split like this.
     """
-    part = CausalLM(config, shard_of(config, context, layers))
-    return part if context.dims.pp == 1 else PipelineCausalLM(part, micro_batches)
+    part = CausalLM(config, shard_of(config, context, layers, parallelism.context_parallel_method))
+    if context.dims.pp == 1:
+        return part
+    return PipelineCausalLM(part, parallelism.pipeline_parallel_microbatch_size)

@@ -106,9 +106,11 @@ def load_model_weights(model: Any, path: str | os.PathLike[str]) -> None:
     """
     if hasattr(model, "weight_layout"):
         regions = model.weight_regions()
+
         def assign(name, array):
             if name in regions:
                 model.set_weight(name, regions[name].take(array).copy())
+
         logger.info("weights: %s", load_weights(path, model.weight_layout(), assign).summary())
     else:
         logger.info("weights: the given model is used as it is, it has no weight_layout() to load them by")

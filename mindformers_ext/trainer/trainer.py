@@ -265,9 +265,8 @@ class Trainer:
                     "context_parallel, pipeline_parallel and data_parallel_shard to 1"
                 )
             return model
-        micro_batches = parallelism.pipeline_parallel_microbatch_size
         return parallelize_model(
-            lambda layers: build_causal_lm(model_config, context, layers, micro_batches),
+            lambda layers: build_causal_lm(model_config, context, layers, parallelism),
             model_config.num_layers,
             context,
             forward_only=self.is_inference,
