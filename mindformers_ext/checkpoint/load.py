@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,10 @@ import numpy as np
 from mindformers_ext.checkpoint.errors import CheckpointError, listed
 from mindformers_ext.checkpoint.locate import Location, locate_checkpoint
 from mindformers_ext.checkpoint.match import Found, Match, match_parameters, skip_reason, tensors_by_name
+from mindformers_ext.checkpoint.regions import rows_inside
 from mindformers_ext.checkpoint.tensor_file import StoredTensor, TensorFile
 from mindformers_ext.models.weights import WeightLayout
+from mindformers_ext.parallel.plan import Region
 
 # Values of a stored copy and of its original that are in memory together.
 _PIECE = 1 << 16
@@ -69,10 +71,14 @@ class WeightReader:
         self._matches = matches
         self.report = report
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, region: Region | None = None) -> np.ndarray:
         """Reads one parameter: of its type (float32 or int32), C-contiguous, writable, shared with nobody.
 
         Its memory is allocated once, and every tensor is read straight into its place.
+
+        Args:
+            name: the parameter.
+            region: the part of it that is wanted; None for all. Rows of tensors that lie outside are not read.
 
         Raises:
             CheckpointError: if a file changed since it was opened, or an id does not fit int32.
@@ -86,9 +92,15 @@ class WeightReader:
             raise RuntimeError(f"the layout of {name} does not make views of its sources in {mapping.shape}")
         if sum(view.size for view in views) != parameter.size:
             raise RuntimeError(f"the layout of {name} leaves values of {mapping.shape} without a source")
+        if region is None or region.is_whole:
+            for view, tensor in zip(views, match.tensors, strict=True):
+                tensor.read_into(view)
+            return parameter
+        # Of the whole parameter, only the memory that is written to becomes real.
         for view, tensor in zip(views, match.tensors, strict=True):
-            tensor.read_into(view)
-        return parameter
+            for begin, end in rows_inside(view, parameter, region):
+                tensor.read_into(view[begin:end], begin * math.prod(view.shape[1:]))
+        return np.array(region.take(parameter), order="C")
 
 
 def check_weights(path: str | os.PathLike[str], layout: WeightLayout) -> CheckReport:
@@ -103,7 +115,10 @@ def check_weights(path: str | os.PathLike[str], layout: WeightLayout) -> CheckRe
 
 
 def load_weights(
-    path: str | os.PathLike[str], layout: WeightLayout, assign: Callable[[str, np.ndarray], None]
+    path: str | os.PathLike[str],
+    layout: WeightLayout,
+    assign: Callable[[str, np.ndarray], None],
+    regions: Mapping[str, Region] | None = None,
 ) -> CheckReport:
     """Checks a checkpoint, then reads it and hands over each parameter once.
 
@@ -114,6 +129,7 @@ def load_weights(
         path: folder of a HuggingFace model, root of MindFormers iterations, or one iteration folder.
         layout: names and shapes of the model.
         assign: called with parameter name and array, in the order of the layout.
+        regions: the part of each parameter that this process holds; parameters without one are left out. None: all.
 
     Raises:
         FileNotFoundError: if the path does not exist.
@@ -122,7 +138,10 @@ def load_weights(
     """
     with open_weights(path, layout) as reader:
         for mapping in layout.mappings:
-            assign(mapping.name, reader.read(mapping.name))
+            if regions is None:
+                assign(mapping.name, reader.read(mapping.name))
+            elif mapping.name in regions:
+                assign(mapping.name, reader.read(mapping.name, regions[mapping.name]))
         return reader.report
 
 

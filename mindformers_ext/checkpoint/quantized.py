@@ -74,8 +74,12 @@ class QuantizedTensor:
     shape: tuple[int, ...]
     block: tuple[int, int]
 
-    def read_into(self, target: np.ndarray) -> None:
-        """Writes the values into a float32 array of any shape and strides, in C order.
+    def read_into(self, target: np.ndarray, start: int = 0) -> None:
+        """Writes values into a float32 array of any shape and strides, in C order.
+
+        Args:
+            target: the array.
+            start: position of the first value in C order.
 
         Raises:
             CheckpointError: if the file became shorter since it was opened.
@@ -83,13 +87,14 @@ class QuantizedTensor:
         columns = self.shape[-1]
         for index, first, count in pieces(target.shape, _PIECE):
             part = target[index]
-            start, stop = first // columns, -(-(first + count) // columns)
-            if part.flags.c_contiguous and count == (stop - start) * columns:
-                self._decode(start, part.reshape(-1, columns))
+            first += start
+            row, stop = first // columns, -(-(first + count) // columns)
+            if part.flags.c_contiguous and count == (stop - row) * columns:
+                self._decode(row, part.reshape(-1, columns))
                 continue
-            rows = np.empty((stop - start, columns), np.float32)
-            self._decode(start, rows)
-            values = rows.reshape(-1)[first - start * columns :][:count]
+            rows = np.empty((stop - row, columns), np.float32)
+            self._decode(row, rows)
+            values = rows.reshape(-1)[first - row * columns :][:count]
             scatter(values.reshape(part.shape), part, _copy)
 
     def _decode(self, start: int, values: np.ndarray) -> None:

@@ -110,15 +110,19 @@ class StoredTensor:
             mapped.madvise(mmap.MADV_WILLNEED)
         return np.frombuffer(mapped, stored, count=count, offset=offset)
 
-    def read_into(self, target: np.ndarray) -> None:
-        """Writes the values into an array of any shape and strides, in C order; BF16 as the numbers it stands for.
+    def read_into(self, target: np.ndarray, start: int = 0) -> None:
+        """Writes values into an array of any shape and strides, in C order; BF16 as the numbers it stands for.
+
+        Args:
+            target: the array.
+            start: position of the first value in C order.
 
         Raises:
             CheckpointError: if an integer does not fit the target's type, or the file became shorter.
         """
         for index, first, count in pieces(target.shape):
             part = target[index]
-            values = self.window(first, count).reshape(part.shape)
+            values = self.window(start + first, count).reshape(part.shape)
             if target.dtype.kind == "i" and target.itemsize < values.itemsize:
                 self._check_range(values, target.dtype)
             scatter(values, part, widen_into if self.dtype == "BF16" else _copy)

@@ -105,12 +105,7 @@ def load_model_weights(model: Any, path: str | os.PathLike[str]) -> None:
         ValueError: the checkpoint does not fit the model.
     """
     if hasattr(model, "weight_layout"):
-        regions = model.weight_regions()
-
-        def assign(name, array):
-            if name in regions:
-                model.set_weight(name, regions[name].take(array).copy())
-
-        logger.info("weights: %s", load_weights(path, model.weight_layout(), assign).summary())
+        regions = model.weight_regions() if hasattr(model, "weight_regions") else None
+        logger.info("weights: %s", load_weights(path, model.weight_layout(), model.set_weight, regions).summary())
     else:
         logger.info("weights: the given model is used as it is, it has no weight_layout() to load them by")

@@ -18,7 +18,7 @@ from mindformers_ext.generate.noise import fresh_seed
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import require_same
-from mindformers_ext.parallel.groups import init_parallel
+from mindformers_ext.parallel.groups import ParallelContext, init_parallel
 from mindformers_ext.predict import (
     RunSummary,
     Timings,
@@ -122,9 +122,7 @@ class Trainer:
             if self.is_inference:
                 check_weights(self.config.checkpoint.load_path, weight_layout(model_config))
         setup_runtime(seed=training.seed, deterministic=training.deterministic)
-        self._context = init_parallel(dims)
-        if self._context.dims.world_size > 1:
-            require_same(self._context, {"the configuration": fingerprint(self.config.to_dict())})
+        self._context = _joined_job(dims, self.config)
         self.model = self._apply_parallelism(model, model_config)
         self.state = TrainerState(max_steps=training.steps)
         self._run: TrainingRun | None = None
@@ -312,6 +310,14 @@ class Trainer:
             return
         load_model_weights(self.model, self.config.checkpoint.load_path)
         self._weights_loaded = True
+
+
+def _joined_job(dims: ParallelDims, config: TrainConfig) -> ParallelContext:
+    """Joins the job, and refuses ranks with different configurations."""
+    context = init_parallel(dims)
+    if dims.world_size > 1:
+        require_same(context, {"the configuration": fingerprint(config.to_dict())})
+    return context
 
 
 def _load(
