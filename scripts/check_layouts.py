@@ -3,8 +3,8 @@
     python scripts/check_layouts.py --ranks 4
     python scripts/check_layouts.py --ranks 2 --families qwen3 deepseek_v3 --layouts tp2 pp2
 
-One job walks all layouts of a number of ranks. A layout is written as its degrees, e.g. ``tp2pp2`` or ``fsdp4ep2``; what
-is left of the ranks are replicas. Prints a Markdown table; the exit code is 1 if any file differs.
+One job walks all layouts of a number of ranks. A layout is written as its degrees, e.g. ``tp2pp2`` or ``fsdp4ep2``;
+what is left of the ranks are replicas. Prints a Markdown table; the exit code is 1 if any file differs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ CHECKPOINTS = ROOT / "tests" / "data" / "checkpoints"
 FAMILIES = ("qwen3", "qwen3_moe", "qwen3_5", "deepseek_v3", "deepseek_v4")
 LAYOUTS = {
     2: ("dp2", "fsdp2", "tp2", "pp2", "cp2", "cp2ulysses", "ep2fsdp2", "tp2ep2"),
-    4: ("dp4", "fsdp4", "tp4", "pp4", "ep4fsdp4", "tp2pp2", "tp2ep2pp2", "fsdp2tp2", "fsdp2pp2", "tp2"),
+    4: (
+        *("dp4", "fsdp4", "tp4", "cp4", "cp4ulysses", "pp4", "ep4fsdp4", "tp2", "tp2pp2", "tp2cp2", "cp2pp2"),
+        *("tp2ep2pp2", "fsdp2tp2", "fsdp2pp2"),
+    ),
     8: ("dp8", "fsdp8", "tp4fsdp2", "pp2tp2", "fsdp4", "ep8fsdp8", "pp4tp2", "ep2pp2fsdp2"),
 }
 DECODINGS: dict[str, dict[str, Any]] = {

@@ -25,21 +25,28 @@ class SharedState(LayerState):
 
     Args:
         state: buffers for the slots of this process.
+        parts: processes that share the sequence.
 
     Attributes:
         length: tokens of the whole sequence.
         slots: int ``[n]``, the slots that are kept here, ascending, in the order of the buffers.
     """
 
-    def __init__(self, state: SlotState) -> None:
+    def __init__(self, state: SlotState, parts: int) -> None:
         super().__init__(state.max_length)
-        self.state = state
+        self.state, self.parts = state, parts
         self.slots = np.zeros(0, np.int64)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers of this process."""
         return self.state.nbytes
+
+    def reserve(self, length: int) -> None:
+        """See `LayerState.reserve`."""
+        super().reserve(length)
+        # Of the new tokens a process keeps its part, and one more where they do not divide.
+        self.state.reserve(min(len(self.slots) + (length - self.length) // self.parts + 1, self.max_length))
 
     def keep(self, share: SequenceShare, *values: Tensor) -> None:
         """Adds those new tokens that this process keeps.

@@ -155,7 +155,8 @@ class GPTModel(nn.Cell):
         states = [layer.self_attention.new_state(batch_size, max_length) for layer in self.decoder.layers]
         if self.shard.context.cp.size == 1:
             return states
-        return [SharedState(state) if isinstance(state, SlotState) else state for state in states]
+        parts = self.shard.context.cp.size
+        return [SharedState(state, parts) if isinstance(state, SlotState) else state for state in states]
 
     def weight_layout(self) -> WeightLayout:
         """Returns how the parameters of the whole model are stored in HuggingFace checkpoints."""

@@ -279,12 +279,6 @@ def test_training_a_predicting_trainer_is_refused():
         Trainer(config()).train()
 
 
-def test_more_processes_than_the_layout_uses_are_refused(monkeypatch):
-    monkeypatch.setenv("MS_WORKER_NUM", "2")
-    with pytest.raises(NotImplementedError, match="prediction on 2 processes is not supported yet"):
-        Trainer(config())
-
-
 def test_a_layout_that_needs_more_processes_is_refused():
     settings = config(parallelism={"tensor_parallel": 2, "sequence_parallel": True})
     with pytest.raises(ValueError, match=r"tensor_parallel \(2\) .* must divide the number of processes, which is 1"):
