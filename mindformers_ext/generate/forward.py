@@ -56,7 +56,7 @@ class BatchForward:
     ) -> None:
         self._model = model
         self.best_only = best_only
-        shard = getattr(model, "shard", None)
+        shard = getattr(model, "model_shard", None)
         self._layout: ParallelContext | None = None if shard is None else shard.context
         self._accepts = set(inspect.signature(model.construct).parameters)
         self._ids, self._mask = left_pad(prompts)
@@ -194,7 +194,7 @@ def run_idle(model: Any) -> None:
 
 
 def _lockstep(model: Any) -> Lockstep | None:
-    shard = getattr(model, "shard", None)
+    shard = getattr(model, "model_shard", None)
     if shard is None:
         return None
 

@@ -37,18 +37,18 @@ class GPTModel(nn.Cell):
     def __init__(self, config: TransformerConfig, shard: ModelShard | None = None) -> None:
         super().__init__()
         self.config = config
-        self.shard = shard_of(config) if shard is None else shard
-        if self.shard.has_embedding:
-            self.embedding = LanguageModelEmbedding(self.shard)
-        self.decoder = TransformerBlock(self.shard)
-        if self.shard.is_last and not config.tie_word_embeddings:
-            first, end = self.shard.vocab
+        self.model_shard = shard_of(config) if shard is None else shard
+        if self.model_shard.has_embedding:
+            self.embedding = LanguageModelEmbedding(self.model_shard)
+        self.decoder = TransformerBlock(self.model_shard)
+        if self.model_shard.is_last and not config.tie_word_embeddings:
+            first, end = self.model_shard.vocab
             self.output_layer = Linear(config.hidden_size, end - first)
         self._parameters_by_name = self.parameters_dict()
         self._rotary = rotary_tables(config)
         self._sharded: ShardedParameters | None = None
-        if self.shard.context.dims.degree("fsdp") > 1:
-            self._sharded = ShardedParameters(self._parameters_by_name, self.shard.sharing)
+        if self.model_shard.context.dims.degree("fsdp") > 1:
+            self._sharded = ShardedParameters(self._parameters_by_name, self.model_shard.sharing)
         # Recurrent layers and compressed blocks follow the order of tokens, whatever a mask says.
         self.takes_additive_mask = set(config.layer_types) == {"full_attention"}
 
@@ -104,7 +104,7 @@ class GPTModel(nn.Cell):
         """
         batch, length = input_ids.shape
         past = past_key_values[0].length if past_key_values else 0
-        states: Sequence[LayerState | None] = past_key_values or [None] * len(self.shard.layers)
+        states: Sequence[LayerState | None] = past_key_values or [None] * len(self.model_shard.layers)
         for state in past_key_values or ():
             state.reserve(past + length)
         positions = None if position_ids is None else position_ids.asnumpy()
@@ -115,7 +115,7 @@ class GPTModel(nn.Cell):
                 f"{self.config.model_type} has layers that cannot follow an additive attention_mask; give "
                 f"[{batch}, {past + length}] with 1 for real tokens and 0 for pads"
             )
-        context = context.shared(self.shard.context.cp, self.shard.cp_method)
+        context = context.shared(self.model_shard.context.cp, self.model_shard.cp_method)
         if hidden is None:
             with self._joined(self.embedding):
                 hidden = self.embedding(context.input_ids).reshape(batch * context.length, -1)
@@ -148,14 +148,14 @@ class GPTModel(nn.Cell):
         return length if share is None else share.length
 
     def _share(self, past: int, length: int) -> SequenceShare | None:
-        return share_of(self.shard.context.cp, past, length, self.shard.cp_method)
+        return share_of(self.model_shard.context.cp, past, length, self.model_shard.cp_method)
 
     def new_cache(self, batch_size: int, max_length: int) -> list[LayerState]:
         """Returns empty state for ``batch_size`` rows of up to ``max_length`` tokens, one entry a layer."""
         states = [layer.self_attention.new_state(batch_size, max_length) for layer in self.decoder.layers]
-        if self.shard.context.cp.size == 1:
+        if self.model_shard.context.cp.size == 1:
             return states
-        parts = self.shard.context.cp.size
+        parts = self.model_shard.context.cp.size
         return [SharedState(state, parts) if isinstance(state, SlotState) else state for state in states]
 
     def weight_layout(self) -> WeightLayout:
@@ -164,7 +164,7 @@ class GPTModel(nn.Cell):
 
     def weight_regions(self) -> dict[str, Region]:
         """Returns the part of each parameter that `set_weight` takes on this process."""
-        return self.shard.stored_regions(self.weight_layout())
+        return self.model_shard.stored_regions(self.weight_layout())
 
     def set_weight(self, name: str, array: np.ndarray) -> None:
         """Makes ``array`` (float32 or int32, C-contiguous) the memory of parameter ``name``, without a copy.

@@ -28,9 +28,9 @@ class PipelineModel(nn.Cell):
     def __init__(self, stage: GPTModel, micro_batches: int) -> None:
         super().__init__()
         self.stage = stage
-        self.config, self.shard = stage.config, stage.shard
+        self.config, self.model_shard = stage.config, stage.model_shard
         self.takes_additive_mask = stage.takes_additive_mask
-        context = self.shard.context
+        context = self.model_shard.context
         hyper = self.config.hyper_connections
         self._width = self.config.hidden_size * (1 if hyper is None else hyper.num_residual_streams)
         self.runtime = PipelineScheduleRuntime(
@@ -109,7 +109,7 @@ class _Stage(nn.Cell):
         states = inputs["past_key_values"]
         past = states[0].length if states else 0
         hidden = self.model.run_layers(hidden, input_ids, **inputs)
-        if not self.model.shard.is_last:
+        if not self.model.model_shard.is_last:
             return hidden.astype(ms.float32)
         batch, length = input_ids.shape
         return self.model.run_head(hidden, batch, length, logits_to_keep, past)
