@@ -15,7 +15,7 @@ import numpy as np
 from mindformers_ext.checkpoint.errors import CheckpointError, listed
 from mindformers_ext.checkpoint.locate import Location, locate_checkpoint
 from mindformers_ext.checkpoint.match import Found, Match, match_parameters, skip_reason, tensors_by_name
-from mindformers_ext.checkpoint.regions import rows_inside
+from mindformers_ext.checkpoint.regions import boxes_inside
 from mindformers_ext.checkpoint.tensor_file import StoredTensor, TensorFile
 from mindformers_ext.models.weights import WeightLayout
 from mindformers_ext.parallel.plan import Region
@@ -74,15 +74,17 @@ class WeightReader:
     def read(self, name: str, region: Region | None = None) -> np.ndarray:
         """Reads one parameter: of its type (float32 or int32), C-contiguous, writable, shared with nobody.
 
-        Its memory is allocated once, and every tensor is read straight into its place.
+        Its memory is allocated once, and every tensor is read straight into its place. Of a part, only the values that
+        it consists of are read (of quantized tensors, the rows that have some).
 
         Args:
             name: the parameter.
-            region: the part of it that is wanted; None for all. Rows of tensors that lie outside are not read.
+            region: the part of it that is wanted, which comes in ``region.shape``; None for all.
 
         Raises:
             CheckpointError: if a file changed since it was opened, or an id does not fit int32.
             RuntimeError: if the layout does not lay its sources over the whole parameter.
+            ValueError: if the region is one of another shape.
         """
         match = self._matches[name]
         mapping, parameter = match.mapping, np.empty(match.mapping.shape, match.mapping.dtype)
@@ -93,14 +95,28 @@ class WeightReader:
         if sum(view.size for view in views) != parameter.size:
             raise RuntimeError(f"the layout of {name} leaves values of {mapping.shape} without a source")
         if region is None or region.is_whole:
-            for view, tensor in zip(views, match.tensors, strict=True):
-                tensor.read_into(view)
-            return parameter
-        # Of the whole parameter, only the memory that is written to becomes real.
-        for view, tensor in zip(views, match.tensors, strict=True):
-            for begin, end in rows_inside(view, parameter, region):
-                tensor.read_into(view[begin:end], begin * math.prod(view.shape[1:]))
-        return np.array(region.take(parameter), order="C")
+            return _read_whole(match, parameter, views)
+        if region.full != mapping.shape:
+            raise ValueError(f"{name} has shape {mapping.shape}; the region is one of {region.full}")
+        return _read_part(match, parameter, views, region)
+
+
+def _read_whole(match: Match, parameter: np.ndarray, views: list[np.ndarray]) -> np.ndarray:
+    for view, tensor in zip(views, match.tensors, strict=True):
+        tensor.read_into(view)
+    return parameter
+
+
+def _read_part(match: Match, parameter: np.ndarray, views: list[np.ndarray], region: Region) -> np.ndarray:
+    """Reads a part into memory of its own; ``parameter`` only gives addresses, so none of its memory becomes real."""
+    part = np.empty(region.shape, parameter.dtype)
+    boxes = [boxes_inside(view, parameter, region, part) for view in views]
+    if any(found is None for found in boxes):
+        return np.array(region.take(_read_whole(match, parameter, views)), order="C")
+    for view, tensor, found in zip(views, match.tensors, boxes, strict=True):
+        for box, target in found or ():
+            tensor.read_into(target, view.shape, box)
+    return part
 
 
 def check_weights(path: str | os.PathLike[str], layout: WeightLayout) -> CheckReport:

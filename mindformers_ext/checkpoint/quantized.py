@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindformers_ext.checkpoint.convert import pieces, scatter, widen_bfloat16
+from mindformers_ext.checkpoint.convert import part_of, scatter, stretches, widen_bfloat16
 from mindformers_ext.checkpoint.tensor_file import StoredTensor
 
 FP8 = ("F8_E4M3", "F8_E5M2")
@@ -74,28 +74,32 @@ class QuantizedTensor:
     shape: tuple[int, ...]
     block: tuple[int, int]
 
-    def read_into(self, target: np.ndarray, start: int = 0) -> None:
-        """Writes values into a float32 array of any shape and strides, in C order.
+    def read_into(
+        self, target: np.ndarray, shape: tuple[int, ...] | None = None, box: tuple[slice, ...] | None = None
+    ) -> None:
+        """Writes values into a float32 array of any shape and strides, in C order; whole rows are decoded.
 
         Args:
-            target: the array.
-            start: position of the first value in C order.
+            target: the array, of the shape of the box.
+            shape: shape in which the tensor is seen; None for the target's.
+            box: begin and end along every axis of ``shape`` of the values that are wanted; None for all.
 
         Raises:
             CheckpointError: if the file became shorter since it was opened.
         """
         columns = self.shape[-1]
-        for index, first, count in pieces(target.shape, _PIECE):
+        shape = shape or target.shape
+        box = box or tuple(slice(0, size) for size in shape)
+        for index, first, count in stretches(shape, box, _PIECE):
             part = target[index]
-            first += start
             row, stop = first // columns, -(-(first + count) // columns)
-            if part.flags.c_contiguous and count == (stop - row) * columns:
+            if part.flags.c_contiguous and part.size == count == (stop - row) * columns:
                 self._decode(row, part.reshape(-1, columns))
                 continue
             rows = np.empty((stop - row, columns), np.float32)
             self._decode(row, rows)
             values = rows.reshape(-1)[first - row * columns :][:count]
-            scatter(values.reshape(part.shape), part, _copy)
+            scatter(part_of(values, part.shape, shape, box), part, _copy)
 
     def _decode(self, start: int, values: np.ndarray) -> None:
         """Fills a contiguous matrix with the rows from ``start`` on, whatever the axes before the last are."""

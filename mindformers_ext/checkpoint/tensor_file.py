@@ -16,7 +16,7 @@ from types import TracebackType
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mindformers_ext.checkpoint.convert import pieces, scatter, widen_bfloat16, widen_into
+from mindformers_ext.checkpoint.convert import part_of, scatter, stretches, widen_bfloat16, widen_into
 from mindformers_ext.checkpoint.errors import CheckpointError, listed
 from mindformers_ext.checkpoint.files import parse_json_object
 
@@ -83,11 +83,11 @@ class StoredTensor:
         """Number of values."""
         return math.prod(self.shape)
 
-    def window(self, first: int, count: int) -> np.ndarray:
+    def window(self, first: int, count: int, ahead: bool = True) -> np.ndarray:
         """Returns ``count`` values from position ``first`` on (C order) as a read-only flat array over the file.
 
         BF16 comes as its bits (uint16), FP8 and E8M0 as their codes (uint8); of F4, ``first`` and ``count`` are bytes.
-        The mapping covers these values only and ends with the array.
+        The mapping covers these values only and ends with the array. ``ahead``: all of them are about to be read.
 
         Raises:
             CheckpointError: if numpy has no such type, or the file became shorter since it was opened.
@@ -106,23 +106,28 @@ class StoredTensor:
             )
         except ValueError as error:
             raise CheckpointError(f"{self.file.path} became shorter while {self.name} was read") from error
-        if hasattr(mmap, "MADV_WILLNEED"):
+        if ahead and hasattr(mmap, "MADV_WILLNEED"):
             mapped.madvise(mmap.MADV_WILLNEED)
         return np.frombuffer(mapped, stored, count=count, offset=offset)
 
-    def read_into(self, target: np.ndarray, start: int = 0) -> None:
+    def read_into(
+        self, target: np.ndarray, shape: tuple[int, ...] | None = None, box: tuple[slice, ...] | None = None
+    ) -> None:
         """Writes values into an array of any shape and strides, in C order; BF16 as the numbers it stands for.
 
         Args:
-            target: the array.
-            start: position of the first value in C order.
+            target: the array, of the shape of the box.
+            shape: shape in which the tensor is seen; None for the target's.
+            box: begin and end along every axis of ``shape`` of the values that are wanted; None for all.
 
         Raises:
             CheckpointError: if an integer does not fit the target's type, or the file became shorter.
         """
-        for index, first, count in pieces(target.shape):
+        shape = shape or target.shape
+        box = box or tuple(slice(0, size) for size in shape)
+        for index, first, count in stretches(shape, box):
             part = target[index]
-            values = self.window(start + first, count).reshape(part.shape)
+            values = part_of(self.window(first, count, ahead=count == part.size), part.shape, shape, box)
             if target.dtype.kind == "i" and target.itemsize < values.itemsize:
                 self._check_range(values, target.dtype)
             scatter(values, part, widen_into if self.dtype == "BF16" else _copy)
