@@ -319,7 +319,7 @@ class PipelineScheduleRuntime:
 
         Raises:
             ValueError: the arguments do not agree on rows or micro-batches.
-            RuntimeError: a transfer failed.
+            ConnectionError: a transfer failed.
         """
         arguments, shares = _micro_batches(self.micro_batch_num, args, kwargs)
         scales = shares if loss_scales is None else list(loss_scales)
