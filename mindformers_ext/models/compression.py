@@ -43,11 +43,21 @@ class CompressionPlan:
 
 
 def pads_of(context: ForwardContext) -> np.ndarray:
-    """Pads of each row among the slots so far, int ``[B]``."""
+    """Pads of each row among the slots so far, int ``[B]``.
+
+    Raises:
+        ValueError: pads stand behind real tokens.
+    """
     real = context.real
     if real is None:
         return np.zeros(context.batch, np.int64)
-    return context.cached("pads", lambda: real.shape[1] - real.sum(1))
+
+    def count() -> np.ndarray:
+        if (real[:, :-1] & ~real[:, 1:]).any():
+            raise ValueError("attention_mask has pads behind real tokens; sparse attention needs all pads on the left")
+        return real.shape[1] - real.sum(1)
+
+    return context.cached("pads", count)
 
 
 def visible_blocks(context: ForwardContext, rate: int) -> np.ndarray:

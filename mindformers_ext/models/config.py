@@ -70,7 +70,10 @@ class MoEConfig:
             )
         most = self.num_moe_experts // groups * chosen
         if self.moe_router_topk > most:
-            raise ValueError(f"model: a token cannot have {self.moe_router_topk} of {most} experts")
+            raise ValueError(
+                f"model: num_experts_per_tok ({self.moe_router_topk}) must not exceed the {most} experts "
+                "that a token can choose from"
+            )
 
 
 @dataclass(frozen=True)

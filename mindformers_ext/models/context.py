@@ -23,7 +23,7 @@ class ForwardContext:
 
     Args:
         input_ids: int32 ``[B, S]``.
-        position_ids: int ``[B, S]``; None counts the real tokens of each row. Those of pads do not matter.
+        position_ids: int ``[B or 1, S]``; None counts the real tokens of each row. Those of pads do not matter.
         attention_mask: None (no pads), ``[B, past + S]`` with 1 for a real token and 0 for a pad, or additive floats
             ``[B or 1, 1, S, past + S]``.
         past: tokens in the cache before these, pads included.
@@ -41,7 +41,7 @@ class ForwardContext:
         share: how processes share the tokens of this forward, of which those here are a part; None: they do not.
 
     Raises:
-        ValueError: the mask has another shape.
+        ValueError: mask or positions have another shape.
     """
 
     def __init__(
@@ -72,6 +72,12 @@ class ForwardContext:
             position_ids = self.real.cumsum(1)[:, past:] - 1
         elif position_ids is None:
             position_ids = np.broadcast_to(np.arange(past, past + self.length), (self.batch, self.length))
+        if position_ids.shape not in ((self.batch, self.length), (1, self.length)):
+            raise ValueError(
+                f"position_ids of shape {position_ids.shape} do not fit {self.batch} rows of {self.length} new tokens: "
+                f"give [{self.batch}, {self.length}], or [1, {self.length}] for all rows"
+            )
+        position_ids = np.broadcast_to(position_ids, (self.batch, self.length))
         self.positions = position_ids if new is None else np.where(new, position_ids, 0)
 
     @property

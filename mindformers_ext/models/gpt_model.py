@@ -65,7 +65,7 @@ class GPTModel(nn.Cell):
 
         Args:
             input_ids: int32 ``[B, S]``.
-            position_ids: int32 ``[B, S]``; None counts on from the cache.
+            position_ids: int32 ``[B or 1, S]``; None counts on from the cache.
             attention_mask: None (causal), int ``[B, past + S]`` (1 real, 0 pad, causal besides), or additive float32
                 ``[B or 1, 1, S, past + S]`` (families with full attention in every layer only).
             past_key_values: state of earlier tokens, from `new_cache`; extended in place.

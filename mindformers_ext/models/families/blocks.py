@@ -47,6 +47,18 @@ def decoder_layout(
     return WeightLayout(tuple(mappings), skippable, copies, renames)
 
 
+def checked_mlp_layer_types(types: tuple[str, ...], model_type: str) -> tuple[str, ...]:
+    """Returns the types of MLPs of a family whose experts are chosen by scores alone.
+
+    Raises:
+        ValueError: another type.
+    """
+    for kind in types:
+        if kind not in ("dense", "moe"):
+            raise ValueError(f"model: mlp_layer_types: {kind!r} is not known for {model_type}; give dense or moe")
+    return types
+
+
 def layer_norms(config: TransformerConfig, ours: str, theirs: str) -> list[WeightMapping]:
     """Returns the norms before attention and MLP of a layer."""
     return [

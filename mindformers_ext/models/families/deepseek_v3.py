@@ -89,11 +89,12 @@ def _derive(values: dict[str, Any]) -> dict[str, Any]:
     heads = values.get("num_attention_heads")
     if heads is not None:
         values["num_query_groups"] = heads
-    types = _mlp_layer_types(values)
+    counted = _mlp_layer_types(values)
+    types = blocks.checked_mlp_layer_types(values.get("mlp_layer_types") or counted, "deepseek_v3")
     return {
         "moe_shared_expert_intermediate_size": shared * values["moe_ffn_hidden_size"],
-        "mlp_layer_types": types,
         **values,
+        "mlp_layer_types": types,
         "kv_channels": values["qk_head_dim"] + values["qk_pos_emb_head_dim"],
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -105,7 +106,8 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
                 _put(found, target, key, checked_value(target, value, f"{where}: {key}"), where)
         elif key in fixed:
             if value not in fixed[key]:
-                raise ValueError(f"{where}: {key}: {value!r} is not supported for {family.model_type}")
+                right = " or ".join(dict.fromkeys(_as_written(known) for known in fixed[key]))
+                raise ValueError(f"{where}: {key}: {value!r} is not supported for {family.model_type}; give {right}")
         elif key == _QUANTIZATION:
             _check_quantization(value, where)
         elif key in ROPE_KEYS:
@@ -128,6 +130,11 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
     _report_unused(unused, family, where)
     mapped = {target: value for target, (_, value) in found.items()}
     return mapped | ({"rope": flat_rope(rope, where, partial)} if rope else {})
+
+
+def _as_written(value: Any) -> str:
+    """A value as a YAML and a ``config.json`` have it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _check_quantization(value: Any, where: str) -> None:

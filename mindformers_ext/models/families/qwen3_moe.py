@@ -38,8 +38,9 @@ def _derive(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(dense_layers, (list, tuple)) or not all(isinstance(index, int) for index in dense_layers):
         raise ValueError(f"model: mlp_only_layers must be a list of layer numbers, not {dense_layers!r}")
     layers = range(values.get("num_layers", 0))
-    types = ["dense" if index in dense_layers or (index + 1) % step else "moe" for index in layers]
-    return {"mlp_layer_types": tuple(types)} | values
+    types = tuple("dense" if index in dense_layers or (index + 1) % step else "moe" for index in layers)
+    types = blocks.checked_mlp_layer_types(values.get("mlp_layer_types") or types, "qwen3_moe")
+    return values | {"mlp_layer_types": types}
 
 
 def _layer(config: TransformerConfig, index: int, ours: str, theirs: str) -> list[WeightMapping]:

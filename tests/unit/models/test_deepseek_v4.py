@@ -154,7 +154,7 @@ def test_layers_without_a_list_follow_the_pattern_of_the_larger_model():
         ({"num_key_value_heads": 4}, "num_key_value_heads must be 1 for deepseek_v4, not 4"),
         ({"v_head_dim": 128}, "head_dim, v_head_dim and qk_nope_head_dim .* must be equal .* not 128, 512"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor .0.5. of head_dim .512. is not qk_rope_head_dim .64."),
-        ({"n_shared_experts": 2}, "n_shared_experts: 2 is not supported for deepseek_v4"),
+        ({"n_shared_experts": 2}, "n_shared_experts: 2 is not supported for deepseek_v4; give 1"),
         ({"csa_window_size": 64}, "sliding_window .128. and csa_window_size .64. set the same thing"),
         ({"rope_scaling": {"rope_type": "yarn", "short_factor": 3}}, "short_factor"),
         (

@@ -280,3 +280,11 @@ def test_qwen2_has_its_biases_whatever_attention_bias_says(value):
     keys = SMALL | {"model_type": "qwen2"}
     assert transformer_config({}, keys | {"attention_bias": value}) == transformer_config(keys)
     assert transformer_config(keys | {"attention_bias": value}).add_qkv_bias
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_experts_by_token_id_are_refused_where_checkpoints_have_no_table(family):
+    keys = json.loads((CHECKPOINTS / family / "config.json").read_text())
+    types = ["moe"] * (keys["num_hidden_layers"] - 1) + ["hash_moe"]
+    with pytest.raises(ValueError, match=f"mlp_layer_types: 'hash_moe' is not known for {family}; give dense or moe"):
+        transformer_config({"mlp_layer_types": types}, keys)

@@ -78,7 +78,9 @@ def mtp_lines(log, level):
     return [r.getMessage() for r in log.records if r.levelname == level and "multi-token" in r.getMessage()]
 
 
-@pytest.mark.parametrize("count", ["num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers"])
+@pytest.mark.parametrize(
+    "count", ["num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers", "mtp_num_hidden_layers"]
+)
 @pytest.mark.parametrize("entries", ["compress_ratios", "csa_compress_ratios", "layer_types", "mlp_layer_types"])
 @pytest.mark.parametrize("layers", ["num_hidden_layers", "num_layers"])
 def test_every_name_of_the_layers_is_cut_in_every_source(count, entries, layers):
@@ -93,6 +95,14 @@ def test_every_name_of_the_layers_is_cut_in_every_source(count, entries, layers)
         holder = next(source for source in cut if entries in source)
         assert (holder[entries], holder["other"]) == ([0, 4, 128], [1, 2, 3, 4])
         assert f"{entries} of 4 entries -> 3" in changes and f"{count} 1 -> 0" in changes
+
+
+def test_the_text_model_of_a_composite_is_cut_too():
+    text = {"num_hidden_layers": 2, "mtp_num_hidden_layers": 1, "layer_types": ["linear_attention"] * 3}
+    cut, changes = without_mtp_layers([{"model_type": "qwen3_5", "text_config": text}, {}])
+    assert cut[0]["text_config"] == text | {"mtp_num_hidden_layers": 0, "layer_types": ["linear_attention"] * 2}
+    assert changes == ["mtp_num_hidden_layers 1 -> 0", "layer_types of 3 entries -> 2"]
+    assert text["mtp_num_hidden_layers"] == 1
 
 
 def test_nothing_is_said_about_a_model_without_such_layers():
