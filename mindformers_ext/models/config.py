@@ -295,9 +295,15 @@ class TransformerConfig:
         queries = self.num_attention_heads * (2 if self.attention_output_gate else 1)
         return (queries + 2 * self.num_query_groups) * self.kv_channels
 
-    @property
-    def cache_width(self) -> int:
-        """Numbers that a layer with full attention remembers of a token."""
+    def cache_width(self, layer_type: str = "full_attention") -> float:
+        """Numbers by which the cache of a layer of a type grows with each token, in the mean."""
+        sparse = self.sparse_attention
+        if sparse is not None and layer_type == "compressed_sparse_attention":
+            return (self.kv_channels + sparse.dsa_indexer_head_dim) / sparse.csa_compress_rate
+        if sparse is not None and layer_type == "heavily_compressed_attention":
+            return self.kv_channels / sparse.hca_compress_rate
+        if layer_type != "full_attention":
+            return 0.0
         if self.mla is not None:
             return self.mla.kv_lora_rank + self.mla.qk_pos_emb_head_dim
         return 2 * self.num_query_groups * self.kv_channels

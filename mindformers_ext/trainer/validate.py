@@ -102,7 +102,7 @@ def _report_prediction(config: TrainConfig, model: TransformerConfig, values: in
     else:
         print("input: none in the configuration; it has to be an argument of inference()")
     print(f"output: {section.output}")
-    per_token = model.num_layers * model.cache_width * _FLOAT_BYTES
+    per_token = round(sum(map(model.cache_width, model.layer_types)) * _FLOAT_BYTES)
     logits = section.batch_size * model.vocab_size * _FLOAT_BYTES
     print(f"memory: weights {_size(values * _FLOAT_BYTES)}, logits {_size(logits)}")
     rows = section.batch_size

@@ -78,6 +78,7 @@ def test_a_token_costs_what_the_table_says(family):
         before = state.nbytes
         state.reserve(2048)
         assert state.nbytes - before == 1024 * bytes_a_token(config, kind), kind
+        assert bytes_a_token(config, kind) == 4 * config.cache_width(kind)
         besides = bytes_besides(config, kind)
         if besides is not None:
             assert state.nbytes == besides, kind

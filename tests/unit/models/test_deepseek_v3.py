@@ -182,7 +182,7 @@ def test_the_published_config_json_maps_field_by_field():
     assert config.moe == MoEConfig(256, 8, 2048, "sigmoid", True, 2.5, True, 8, 4, 2048)
     scaling = {key: value for key, value in PUBLISHED["rope_scaling"].items() if key != "type"}
     assert config.rope == RopeParameters("yarn", 10000.0, scaling)
-    assert (config.rotary_dim, config.cache_width) == (64, 576)
+    assert (config.rotary_dim, config.cache_width()) == (64, 576)
 
 
 def test_a_mindspore_transformers_yaml_means_the_same_under_the_names_of_its_targets(log):
