@@ -156,7 +156,7 @@ def _layer_types(ratios: Any, keys: Mapping[str, Any], where: str) -> list[str]:
     sparse = keys.get("compress_rate_csa") or keys.get("csa_compress_rate") or _RATES[_SPARSE]
     heavy = keys.get("compress_rate_hca") or keys.get("hca_compress_rate") or _RATES[_HEAVY]
     kinds = {0: _SLIDING, heavy: _HEAVY, sparse: _SPARSE}
-    if not isinstance(ratios, (list, tuple)) or any(isinstance(r, bool) or r not in kinds for r in ratios):
+    if not isinstance(ratios, (list, tuple)) or any(type(r) is not int or r not in kinds for r in ratios):
         raise ValueError(
             f"{where}: compress_ratios must be a list of 0, {sparse} and {heavy}, one a layer, not {ratios!r}; other "
             "ratios go into compress_rates"

@@ -31,6 +31,7 @@ _ROPE_LOOSE = {
 _ROPE_NESTED = ("rope_scaling", "rope_parameters")
 ROPE_KEYS = {*_ROPE_NESTED, "position_embedding_type", *_ROPE_LOOSE}
 _ROPE_NUMBERS = {*_ROPE_LOOSE.values(), "low_freq_factor", "high_freq_factor", "attention_factor"}
+_ROPE_MAY_BE_ZERO = {"mscale", "mscale_all_dim"}
 
 # Options that change results and that no family here has: the values under which they change nothing.
 _MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -123,7 +124,7 @@ def map_section(section: Mapping[str, Any], family: Family, where: str) -> dict[
     partial = "partial_rotary_factor" in family.options
     if partial:
         for key in _ROPE_NESTED:
-            value = (rope.get(key) or {}).get("partial_rotary_factor")
+            value = _nested_rope(rope, key, where).get("partial_rotary_factor")
             if value is not None:
                 checked = checked_value("partial_rotary_factor", value, f"{where}: {key}.partial_rotary_factor")
                 _put(found, "partial_rotary_factor", f"{key}.partial_rotary_factor", checked, where)
@@ -241,9 +242,7 @@ def flat_rope(keys: Mapping[str, Any], where: str, partial: bool) -> dict[str, A
         if key in _ROPE_LOOSE and value is not None:
             _put_rope(found, _ROPE_LOOSE[key], key, value, where)
     for key in _ROPE_NESTED:
-        nested = keys.get(key) or {}
-        if not isinstance(nested, Mapping):
-            raise ValueError(f"{where}: {key} must be a mapping, not {nested!r}")
+        nested = _nested_rope(keys, key, where)
         # Older files write type; where both stand, rope_type is the one that transformers reads.
         named = {"rope_type": nested.get("rope_type") or nested.get("type")}
         for name, value in {**nested, **named}.items():
@@ -257,6 +256,13 @@ def flat_rope(keys: Mapping[str, Any], where: str, partial: bool) -> dict[str, A
     return {name: value for name, (_, value) in found.items()}
 
 
+def _nested_rope(keys: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    nested = keys.get(key) or {}
+    if not isinstance(nested, Mapping):
+        raise ValueError(f"{where}: {key} must be a mapping, not {nested!r}")
+    return nested
+
+
 def _put_rope(found: dict[str, tuple[str, Any]], name: str, key: str, value: Any, where: str) -> None:
     if name == "rope_type" and not isinstance(value, str):
         raise ValueError(f"{where}: {key} must be text, not {value!r}")
@@ -264,7 +270,7 @@ def _put_rope(found: dict[str, tuple[str, Any]], name: str, key: str, value: Any
         raise ValueError(f"{where}: {key}: rotary parameters for single kinds of layers are not supported")
     if name in _ROPE_NUMBERS:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or name == "rope_theta" and value <= 0:
-            kind = "a positive number" if name == "rope_theta" else "a number"
+        if not is_number or value < 0 or value == 0 and name not in _ROPE_MAY_BE_ZERO:
+            kind = "a number of at least 0" if name in _ROPE_MAY_BE_ZERO else "a positive number"
             raise ValueError(f"{where}: {key} must be {kind}, not {value!r}")
     _put(found, name, key, value, where)

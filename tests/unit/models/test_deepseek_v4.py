@@ -144,6 +144,7 @@ def test_layers_without_a_list_follow_the_pattern_of_the_larger_model():
     ("keys", "message"),
     [
         ({"compress_ratios": [0, 0, 4, 64, 4]}, "config.json: compress_ratios must be a list of 0, 4 and 128"),
+        ({"compress_ratios": [[0], 0, 4, 128, 4]}, "config.json: compress_ratios must be a list of 0, 4 and 128"),
         ({"compress_ratios": [0, 4]}, "layer_types has 2 entries for 5 layers"),
         ({"layer_types": ["full_attention"] * 5}, "layer_types: full_attention is not known for deepseek_v4"),
         (

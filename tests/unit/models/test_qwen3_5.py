@@ -58,6 +58,8 @@ def test_unusable_composite_configs_are_refused():
         transformer_config({}, config)
     with pytest.raises(ValueError, match=r"config\.json: text_config must be a mapping, not \['a'\]"):
         transformer_config({}, {"model_type": "qwen3_5", "text_config": ["a"]})
+    with pytest.raises(ValueError, match=r"config\.json: rope_parameters must be a mapping, not 'default'"):
+        transformer_config({}, {"model_type": "qwen3_5", "text_config": {"rope_parameters": "default"}})
 
 
 @pytest.mark.parametrize(
