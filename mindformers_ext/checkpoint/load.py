@@ -82,7 +82,7 @@ class WeightReader:
             region: the part of it that is wanted, which comes in ``region.shape``; None for all.
 
         Raises:
-            CheckpointError: if a file changed since it was opened, or an id does not fit int32.
+            CheckpointError: if a file changed since it was opened, or an id does not fit int32 or names nothing.
             RuntimeError: if the layout does not lay its sources over the whole parameter.
             ValueError: if the region is one of another shape.
         """
@@ -95,10 +95,15 @@ class WeightReader:
         if sum(view.size for view in views) != parameter.size:
             raise RuntimeError(f"the layout of {name} leaves values of {mapping.shape} without a source")
         if region is None or region.is_whole:
-            return _read_whole(match, parameter, views)
-        if region.full != mapping.shape:
+            values = _read_whole(match, parameter, views)
+        elif region.full != mapping.shape:
             raise ValueError(f"{name} has shape {mapping.shape}; the region is one of {region.full}")
-        return _read_part(match, parameter, views, region)
+        else:
+            values = _read_part(match, parameter, views, region)
+        if mapping.num_ids is not None:
+            stored = listed(tensor.where for tensor in match.tensors if isinstance(tensor, StoredTensor))
+            _check_ids(stored, values, mapping.num_ids)
+        return values
 
 
 def _read_whole(match: Match, parameter: np.ndarray, views: list[np.ndarray]) -> np.ndarray:
@@ -117,6 +122,12 @@ def _read_part(match: Match, parameter: np.ndarray, views: list[np.ndarray], reg
         for box, target in found or ():
             tensor.read_into(target, view.shape, box)
     return part
+
+
+def _check_ids(where: str, ids: np.ndarray, count: int) -> None:
+    low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
+    if low < 0 or high >= count:
+        raise CheckpointError(f"{where} holds {low if low < 0 else high}, but the model's ids are 0 to {count - 1}")
 
 
 def check_weights(path: str | os.PathLike[str], layout: WeightLayout) -> CheckReport:

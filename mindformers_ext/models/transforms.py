@@ -5,14 +5,16 @@ Each transformation is written once, as views into the parameter: loading fills 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from mindformers_ext.models.weights import Sources, WeightMapping
 
 
-def copied(name: str, source: str, *shape: int, dtype: str = "float32", keep_float32: bool = False) -> WeightMapping:
-    """A parameter that is one HuggingFace tensor as it is."""
-    return WeightMapping(name, shape, (source,), (shape,), lambda parameter: [parameter], dtype, keep_float32)
+def copied(name: str, source: str, *shape: int, **options: Any) -> WeightMapping:
+    """A parameter that is one HuggingFace tensor as it is; ``options`` are further fields of `WeightMapping`."""
+    return WeightMapping(name, shape, (source,), (shape,), lambda parameter: [parameter], **options)
 
 
 def joined_rows(name: str, sources: tuple[str, ...], rows: tuple[int, ...], columns: tuple[int, ...]) -> WeightMapping:

@@ -38,6 +38,7 @@ class WeightMapping:
         parts: views into the parameter, one a source; see `Sources`.
         dtype: ``float32``, or ``int32`` for tables of ids, which HuggingFace files store as int64.
         keep_float32: stays float32 when a checkpoint is exported in 16 bits.
+        num_ids: a table's ids are 0 to ``num_ids - 1``; None: any that int32 holds.
         alternatives: other forms in which checkpoints store the parameter; no two forms share a tensor name.
     """
 
@@ -48,6 +49,7 @@ class WeightMapping:
     parts: Parts
     dtype: str = "float32"
     keep_float32: bool = False
+    num_ids: int | None = None
     alternatives: tuple[Sources, ...] = ()
 
     @property

@@ -141,7 +141,7 @@ def _experts(config: TransformerConfig, moe: MoEConfig, hashed: bool, ours: str,
     ]
     if hashed:
         table = (config.vocab_size, moe.moe_router_topk)
-        mappings.append(copied(f"{ours}router.tid2eid", f"{theirs}gate.tid2eid", *table, dtype="int32"))
+        mappings.append(copied(f"{ours}router.tid2eid", f"{theirs}gate.tid2eid", *table, dtype="int32", num_ids=count))
     elif moe.moe_router_enable_expert_bias:
         mappings.append(copied(f"{ours}expert_bias", f"{theirs}gate.bias", count, keep_float32=True))
     width, mine = moe.moe_shared_expert_intermediate_size, f"{ours}shared_experts."

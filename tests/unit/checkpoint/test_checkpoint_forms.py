@@ -185,6 +185,18 @@ def test_an_id_beyond_int32_is_refused(tmp_path: Path, worst: int) -> None:
         load_weights(tmp_path, WeightLayout((TABLE,)), toy.Model().assign)
 
 
+@pytest.mark.parametrize("worst", [-1, 9])
+def test_an_id_that_names_nothing_is_refused(tmp_path: Path, worst: int) -> None:
+    layout = WeightLayout((toy.plain("table", "tid2eid", (3, 2), dtype="int32", num_ids=9),))
+    ids = np.array([[0, 1], [8, 2], [7, 8]], np.int64)
+    toy.write_single(tmp_path, {"tid2eid": ids}, "I64")
+    toy.assert_same(loaded(tmp_path, layout), {"table": ids.astype(np.int32)})
+    ids[1, 1] = worst
+    toy.write_single(tmp_path, {"tid2eid": ids}, "I64")
+    with pytest.raises(CheckpointError, match=f"tid2eid in model.safetensors holds {worst}, but the model's ids"):
+        load_weights(tmp_path, layout, toy.Model().assign)
+
+
 def test_types_of_tables_and_weights_are_not_confused(tmp_path: Path) -> None:
     layout = WeightLayout((TABLE, toy.plain("w", "w", (2,))))
     toy.write_single(tmp_path, {"tid2eid": IDS, "w": np.zeros(2)}, {"tid2eid": "F32", "w": "I64"})

@@ -254,3 +254,9 @@ def test_weights_load_under_the_names_of_every_release(form, tmp_path):
     for name, values in expected.items():
         np.testing.assert_array_equal(loaded[name], values, err_msg=name)
     assert loaded["decoder.layers.0.mlp.router.tid2eid"].dtype == np.int32
+
+
+def test_the_table_of_experts_names_experts_of_the_model():
+    mappings = weight_layout(transformer_config({}, fixture_config())).mappings
+    limits = {mapping.name: mapping.num_ids for mapping in mappings if mapping.dtype == "int32"}
+    assert limits == {"decoder.layers.0.mlp.router.tid2eid": fixture_config()["n_routed_experts"]}
