@@ -89,7 +89,7 @@ class BatchForward:
         while self._cache is not None and start + self._chunk_size < length:
             self._run(start, start + self._chunk_size)
             start += self._chunk_size
-        return self._run(0 if self._cache is None else start, length)
+        return self._last(self._run(0 if self._cache is None else start, length))
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         """Appends one token to each row, int ``[B]``; returns the logits float32 ``[B, V]`` that follow, or tokens."""
@@ -97,7 +97,7 @@ class BatchForward:
         column[self._live, 0] = tokens
         self._ids = np.concatenate((self._ids, column), axis=1)
         self._mask = np.concatenate((self._mask, np.ones_like(column)), axis=1)
-        logits = self._run(0 if self._cache is None else self.length - 1, self.length)
+        logits = self._last(self._run(0 if self._cache is None else self.length - 1, self.length))
         return logits if len(self._live) == len(logits) else logits[self._live]
 
     def select(self, rows: np.ndarray, shared: int = 0) -> None:
@@ -131,8 +131,8 @@ class BatchForward:
         if self._cache is not None:
             self._cache.reorder(order, shared)
 
-    def _run(self, start: int, end: int) -> np.ndarray:
-        """Runs tokens ``start`` to ``end``, those before being in the cache; returns the last one's logits."""
+    def _run(self, start: int, end: int) -> Tensor | None:
+        """Runs tokens ``start`` to ``end``, those before being in the cache; returns what logits there are here."""
         mask = self._mask[:, :end]
         given_mask = None
         if self._in_place:
@@ -155,23 +155,19 @@ class BatchForward:
         logits, past_key_values = _unpacked(outputs)
         if self._cache is not None and not self._in_place:
             self._store(past_key_values)
+        return logits
+
+    def _last(self, logits: Tensor | None) -> np.ndarray:
+        """What `prefill` and `step` return, from what the forward of the last tokens gave this process."""
         last = None
         if logits is not None:
             last = logits if logits.shape[1] == 1 else logits[:, -1:]
             last = last.asnumpy()[:, 0].astype(np.float32, copy=False)
-        return self._joined(last)
-
-    def _joined(self, last: np.ndarray | None) -> np.ndarray:
-        """What `prefill` and `step` return, from this process' part of the last position's logits."""
-        rows = len(self._ids)
-        if self._layout is None:
+        if self._layout is None or self._layout.tp.size == self._layout.pp.size == 1:
             assert last is not None
             return greedy_sample(last) if self.best_only else last
         join = best_tokens if self.best_only else gather_vocab_parallel_logits
-        if self._layout.tp.size == self._layout.pp.size == 1 and not self.best_only:
-            assert last is not None
-            return last
-        return join(last, rows, self._model.config.vocab_size, self._layout)
+        return join(last, len(self._ids), self._model.config.vocab_size, self._layout)
 
     def _past(self) -> Any:
         if self._cache is None or (not self._in_place and not len(self._cache)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mindformers_ext.generate.topk import check_finite
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.parallel.plan import split_evenly
 
@@ -25,10 +26,8 @@ def gather_vocab_parallel_logits(
     whole = np.zeros((rows, vocab_size), np.float32)
     if local is not None:
         parts = [split_evenly(vocab_size, context.tp.size, index) for index in range(context.tp.size)]
-        padded = np.zeros((rows, max(end - begin for begin, end in parts)), np.float32)
-        padded[:, : local.shape[1]] = local
-        for (begin, end), part in zip(parts, context.tp.all_gather(padded), strict=True):
-            whole[:, begin:end] = part[:, : end - begin]
+        gathered = context.tp.all_gather_parts(local.T, [end - begin for begin, end in parts])
+        whole = np.ascontiguousarray(np.concatenate(gathered).T)
     return context.pp.broadcast(whole, context.pp.size - 1)
 
 
@@ -60,6 +59,5 @@ def best_tokens(local: np.ndarray | None, rows: int, vocab_size: int, context: P
         chosen = np.take_along_axis(all_ids, owner[None], 0)[0]
         chosen[~np.isfinite(all_values.max(0))] = -1
     chosen = context.pp.broadcast(chosen, context.pp.size - 1)
-    if (chosen < 0).any():
-        raise FloatingPointError(f"rows {np.flatnonzero(chosen < 0).tolist()} have no finite score")
+    check_finite(np.where(chosen < 0, np.nan, 0))
     return chosen.astype(np.int64)

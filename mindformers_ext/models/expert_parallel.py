@@ -52,8 +52,7 @@ class TokenExchange:
         if self.shares_tokens:
             return self._group.all_reduce(experts(x, self._local(ids), factors))
         counts = context.cached("expert tokens", lambda: self._counts(len(x)))
-        width = int(counts.max())
-        tokens, chosen, weights = (self._gathered(part, counts, width) for part in (x, ids, factors))
+        tokens, chosen, weights = (self._gathered(part, counts) for part in (x, ids, factors))
         summed = self._group.all_reduce(experts(tokens, self._local(chosen), weights))
         begin = int(counts[: self._source].sum())
         return summed[begin : begin + len(x)]
@@ -62,12 +61,8 @@ class TokenExchange:
         counts = self._group.all_gather(np.array([count], np.int32))[:, 0]
         return np.where(self._contributes, counts, 0)
 
-    def _gathered(self, part: Tensor, counts: np.ndarray, width: int) -> Tensor:
-        padded = np.zeros((width, part.shape[1]), part.asnumpy().dtype)
-        padded[: len(part)] = part.asnumpy()
-        everything = self._group.all_gather(padded)
-        rows = [rows[:count] for rows, count in zip(everything, counts.tolist(), strict=True)]
-        return Tensor.from_numpy(np.concatenate(rows))
+    def _gathered(self, part: Tensor, counts: np.ndarray) -> Tensor:
+        return Tensor.from_numpy(np.concatenate(self._group.all_gather_parts(part.asnumpy(), counts.tolist())))
 
     def _local(self, ids: Tensor) -> Tensor:
         """Numbers this process' experts from 0; those of others become -1."""

@@ -59,10 +59,7 @@ class SequenceShare:
         """Joins the parts of all processes along ``dim``, whose size is `length` here."""
         array = np.moveaxis(part.asnumpy(), dim, 0)
         sizes = [end - begin for begin, end in map(self.part, range(self.group.size))]
-        padded = np.zeros((max(sizes), *array.shape[1:]), array.dtype)
-        padded[: len(array)] = array
-        gathered = self.group.all_gather(padded)
-        joined = np.concatenate([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
+        joined = np.concatenate(self.group.all_gather_parts(array, sizes))
         return Tensor.from_numpy(np.ascontiguousarray(np.moveaxis(joined, 0, dim)))
 
     def last(self, hidden: Tensor, batch: int, kept: int) -> Tensor:

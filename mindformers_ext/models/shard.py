@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mindformers_ext.models.config import TransformerConfig
@@ -116,8 +115,3 @@ def shard_of(
     local = local_config(config, tp.size, tp.rank, ep.size, ep.rank)
     check_context_parallel(local, context.cp.size, cp_method)
     return ModelShard(config, local, context, range(config.num_layers) if layers is None else layers, cp_method)
-
-
-def parameter_bytes(regions: Mapping[str, Region]) -> int:
-    """Returns the bytes of 32-bit parameters of these regions."""
-    return 4 * sum(region.size for region in regions.values())

@@ -153,6 +153,17 @@ class Group:
         with self._call("all_gather", (self.size - 1) * _nbytes(x)) as device:
             return _like(x, device.all_gather(_tensor(x)))
 
+    def all_gather_parts(self, part: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+        """Returns what all ranks gave where their arrays differ in the first dimension.
+
+        Args:
+            part: array of this rank, ``[sizes[rank], ...]``; a rank that gives nothing may have more than its size.
+            sizes: first dimension of each rank's array, the same on all ranks.
+        """
+        padded = np.zeros((max(sizes), *part.shape[1:]), part.dtype)
+        padded[: sizes[self.rank]] = part[: sizes[self.rank]]
+        return [rows[:size] for rows, size in zip(self.all_gather(padded), sizes, strict=True)]
+
     def reduce_scatter(self, x: Any) -> Any:
         """Sums ``x [size, ...]`` over the group and returns slice ``rank`` of the sum, ``[...]``.
 

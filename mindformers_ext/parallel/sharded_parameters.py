@@ -26,11 +26,6 @@ class ShardedParameters:
         self._group_of = group_of
         self._parts: dict[str, np.ndarray] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this process keeps."""
-        return sum(part.nbytes for part in self._parts.values())
-
     def store(self, name: str, rows: np.ndarray) -> None:
         """Takes over this process' rows of a parameter, without a copy."""
         self._parts[name] = rows
