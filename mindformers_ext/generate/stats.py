@@ -15,12 +15,16 @@ class GenerationStats:
     A row's first token comes from the prefill, so ``decode_tokens`` counts those from the second on.
 
     Of beams, each one's tokens count: they are what the model ran.
+
+    ``forwards`` counts runs of the model, idle ones aside; ``cache_bytes`` is the most that a cache has held.
     """
 
     prefill_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_seconds: float = 0.0
     decode_tokens: int = 0
+    forwards: int = 0
+    cache_bytes: int = 0
 
     @contextmanager
     def prefill(self, tokens: int) -> Iterator[None]:

@@ -246,6 +246,15 @@ def few_candidates(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     return positions(candidates) if np.count_nonzero(candidates) <= candidates.size // 8 else None
 
 
+def num_contenders(config: GenerationConfig) -> int | None:
+    """How many of the best scores of a row decide a sample, with all that equal the last of them; None: all scores."""
+    if not config.do_sample or config.num_beams > 1 or config.temperature < _LOWEST_PLAIN_TEMPERATURE:
+        return None
+    if config.top_h is not None:
+        return _TOP_H_CANDIDATES
+    return config.top_k if config.top_k > 0 else None
+
+
 def build_warpers(config: GenerationConfig) -> list[Warper]:
     """The warpers that ``config`` asks for, in transformers' order."""
     warpers: list[Warper] = []
