@@ -331,6 +331,7 @@ class PredictSection(Section):
     skip_special_tokens: bool = True
     suppress_unnamed_tokens: bool = False
     progress: bool = True
+    metrics_file: bool = True
 
 
 @dataclass(slots=True, kw_only=True)

@@ -59,6 +59,10 @@ class Traffic:
                 total.bytes += count.bytes
         return total
 
+    def by_group(self) -> dict[str, Count]:
+        """Returns the sum over all calls in each group, as it is now."""
+        return {group: self.total(group=group) for group in dict.fromkeys(group for _, group in self.counts)}
+
     def clear(self) -> None:
         """Starts again at zero."""
         self.counts.clear()

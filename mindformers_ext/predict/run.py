@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from tqdm import tqdm  # type: ignore[import-untyped]
-
 from mindformers_ext.predict.completion import Completion
+from mindformers_ext.predict.progress import Progress
 from mindformers_ext.predict.records import ErrorType, Record, RecordError
 from mindformers_ext.predict.rows import answer_row, error_row
 from mindformers_ext.predict.summary import RunSummary
@@ -91,8 +89,8 @@ def run_generation(
         vocab_size: ids the model has; a prompt with another id is an error. None for no limit.
         num_sequences: answers to each record.
         skip_special_tokens: leave special tokens out of the text.
-        progress: show a progress bar on stderr.
-        total: number of records if known, for the bar.
+        progress: show a progress bar on a terminal, else log lines.
+        total: number of records if known, for the time that is left.
         collect: keep the ids of every record for the result; False keeps none, so a run's memory has a bound.
 
     Raises:
@@ -106,7 +104,7 @@ def run_generation(
     start = time.perf_counter()
     waiting: list[_Job] = []
     num_ready = 0
-    with _progress_bar(progress, total) as bar:
+    with Progress(progress, total) as bar:
         for record in records:
             job = _tokenize(record, tokenizer, max_new_tokens, max_length, vocab_size)
             waiting.append(job)
@@ -114,17 +112,12 @@ def run_generation(
             # An error with no answer before it has its turn now.
             if num_ready in (0, batch_size) or len(waiting) >= _MAX_WAITING * batch_size:
                 run.finish(waiting)
-                bar.update(len(waiting))
+                bar.update(len(waiting), run.summary)
                 waiting, num_ready = [], 0
         run.finish(waiting)
-        bar.update(len(waiting))
+        bar.update(len(waiting), run.summary)
     run.summary.wall_seconds = time.perf_counter() - start
     return RunResult(run.outputs, run.summary)
-
-
-def _progress_bar(progress: bool, total: int | None) -> tqdm[Any]:
-    interval = 0.2 if sys.stderr.isatty() else 30.0  # a log file needs no animation
-    return tqdm(desc="predict", unit="record", total=total, disable=not progress, file=sys.stderr, mininterval=interval)
 
 
 def _tokenize(

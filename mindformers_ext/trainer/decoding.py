@@ -71,6 +71,13 @@ class Resolved:
         """Returns one line for the log."""
         return ", ".join(f"{name} {getattr(self.config, name)} ({origin})" for name, origin in self.origins.items())
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns value and origin of each option, for a file; plug-ins by their classes."""
+        return {
+            name: {"value": _plain(name, getattr(self.config, name)), "origin": origin}
+            for name, origin in self.origins.items()
+        }
+
 
 def resolve_generation(
     section: GenerationSection,
@@ -135,6 +142,10 @@ def resolve_generation(
     check_token_ids(config, vocab_size)
     shown = {"max_new_tokens": "inference"} | dict.fromkeys(plugins, "argument") | origins
     return Resolved(config, {name: origin for name, origin in shown.items() if name in values})
+
+
+def _plain(name: str, value: Any) -> Any:
+    return [type(plugin).__name__ for plugin in value] if name in _PLUGINS else value
 
 
 def _options(section: GenerationSection) -> Iterator[str]:

@@ -12,6 +12,7 @@ from mindformers_ext.generate.configuration import DEFAULT_MAX_NEW_TOKENS
 from mindformers_ext.models import TransformerConfig
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import Completion, Record, RunResult, Tokenizer, run_generation
+from mindformers_ext.predict.metrics import Latencies
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.model import checkpoint_model_files, resolve_model_config
 from mindformers_ext.trainer.replicas import Decode, shared_decode
@@ -106,6 +107,7 @@ def generate_from_records(
     stats: GenerationStats,
     context: ParallelContext | None = None,
     batch_size: int = 1,
+    latencies: Latencies | None = None,
     **options: Any,
 ) -> RunResult:
     """Answers records in batches, which the replicas of a job share.
@@ -118,6 +120,7 @@ def generate_from_records(
         stats: is added to.
         context: the place of this process; None for a job of one.
         batch_size: prompts in one batch of a replica.
+        latencies: is added to.
         **options: further arguments of `mindformers_ext.predict.run_generation`.
     """
 
@@ -132,7 +135,7 @@ def generate_from_records(
     return run_generation(
         records,
         tokenizer,
-        decode,
+        decode if latencies is None else latencies.timed(decode),
         batch_size=batch_size * replicas,
         max_new_tokens=config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
         num_sequences=config.num_return_sequences,

@@ -21,18 +21,28 @@ from mindformers_ext.parallel.agreement import require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
 from mindformers_ext.predict import (
     RunSummary,
-    Timings,
     Tokenizer,
-    check_output,
     format_summary,
     normalize_input,
     open_writer,
 )
+from mindformers_ext.predict.metrics import (
+    Latencies,
+    RankReport,
+    check_outputs,
+    format_measures,
+    joined_timings,
+    metrics_path,
+    run_metrics,
+    write_metrics,
+)
+from mindformers_ext.predict.progress import estimate_total
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
 from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import build_causal_lm
 from mindformers_ext.trainer.fingerprint import fingerprint, input_fingerprint
 from mindformers_ext.trainer.inference import (
+    Resolved,
     build_inference_tokenizer,
     configure_inference,
     generate_from_records,
@@ -46,6 +56,7 @@ from mindformers_ext.trainer.model import (
     resolve_model_config,
     training_tokenizer,
 )
+from mindformers_ext.trainer.report import RunMeter
 from mindformers_ext.trainer.setup import TrainingRun, build_training_run
 from mindformers_ext.trainer.train_state import TrainerState
 from mindformers_ext.trainer.training import LossFunction, train_loop
@@ -200,7 +211,8 @@ class Trainer:
         options = _inference_options(self.config, input_data, max_new_tokens, output, batch_size)
         field = self.config.predict.dataset_field if dataset_field is None else dataset_field
         if options.output:
-            check_output(options.output, options.input_data, protected_files(self.config))
+            metrics_file = self.config.predict.metrics_file
+            check_outputs(options.output, options.input_data, protected_files(self.config), metrics_file)
         records = normalize_input(options.input_data, field)
         if self.tokenizer is None:
             raise ValueError("inference() needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
@@ -221,7 +233,8 @@ class Trainer:
             decoding = decoding.updated(seed=self._context.world.all_gather_object(fresh_seed())[0])
             logger.info("seed of sampling: %d", decoding.seed)
         self._load_inference_checkpoint()
-        stats = GenerationStats()
+        stats, latencies = GenerationStats(), Latencies()
+        meter = RunMeter(self.model, self._context)
         writes = rank() == 0 and bool(options.output)
         with open_writer(options.output) if writes else nullcontext() as writer:
             result = generate_from_records(
@@ -233,6 +246,8 @@ class Trainer:
                 writer=writer,
                 context=self._context,
                 batch_size=options.batch_size,
+                latencies=latencies,
+                total=estimate_total(options.input_data) if rank() == 0 else None,
                 max_length=getattr(model_config, "seq_length", None),
                 vocab_size=vocab_size,
                 skip_special_tokens=self.config.predict.skip_special_tokens,
@@ -241,11 +256,37 @@ class Trainer:
             )
         self.last_summary = result.summary
         self.last_summary.seed = decoding.seed
-        for line in format_summary(result.summary, Timings(**asdict(stats))):
-            logger.info(line)
-        if writes:
-            logger.info("results: %s", options.output)
+        self._conclude(result.summary, meter.reports(stats), latencies, options, resolved)
         return result.outputs
+
+    def _conclude(
+        self,
+        summary: RunSummary,
+        reports: list[RankReport],
+        latencies: Latencies,
+        options: InferenceSection,
+        resolved: Resolved,
+    ) -> None:
+        """Logs what a run did, and writes it beside the output."""
+        lines = format_summary(summary, joined_timings(reports))
+        for line in lines + format_measures(reports, summary.new_tokens):
+            logger.info(line)
+        if rank() != 0 or not options.output:
+            return
+        logger.info("results: %s", options.output)
+        if self.config.predict.metrics_file:
+            settings = {"decoding": resolved.as_dict(), "batch_size": options.batch_size, "layout": self._layout()}
+            path = metrics_path(options.output)
+            try:
+                write_metrics(path, run_metrics(summary, reports, latencies, settings))
+                logger.info("metrics: %s", path)
+            except OSError as error:  # the results are complete
+                logger.warning("the metrics of the run could not be written to %s: %s", path, error)
+
+    def _layout(self) -> dict[str, Any]:
+        """The degrees of the job, and how many parts of a batch a pipeline has on its way."""
+        runtime = getattr(self.model, "runtime", None)
+        return asdict(self._context.dims) | {"micro_batches": 1 if runtime is None else runtime.micro_batch_num}
 
     def _apply_parallelism(self, model: nn.Cell | None, model_config: TransformerConfig | None) -> nn.Cell:
         """Spreads the model over the job's processes, the same way for training and prediction.
@@ -358,6 +399,6 @@ def _count(name: str, value: Any) -> int:
 def _check_files(config: TrainConfig) -> None:
     """Finds mistakes in paths before the model is built."""
     section = config.inference or InferenceSection()
-    check_output(section.output, section.input_data, protected_files(config))
+    check_outputs(section.output, section.input_data, protected_files(config), config.predict.metrics_file)
     if section.input_data is not None:
         normalize_input(section.input_data)

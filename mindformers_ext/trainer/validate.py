@@ -12,7 +12,8 @@ from mindformers_ext.config import TrainConfig
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.models.rope import inverse_frequencies
 from mindformers_ext.parallel import ParallelDims
-from mindformers_ext.predict import Tokenizer, check_output, normalize_input
+from mindformers_ext.predict import Tokenizer, normalize_input
+from mindformers_ext.predict.metrics import check_outputs
 from mindformers_ext.runtime import world_size
 from mindformers_ext.trainer.checks import (
     build_configured_dataset,
@@ -89,7 +90,7 @@ def _report_weights(config: TrainConfig, model: TransformerConfig) -> int:
 def _report_prediction(config: TrainConfig, model: TransformerConfig, values: int) -> None:
     section = config.inference
     assert section is not None  # the loader requires it
-    check_output(section.output, section.input_data, protected_files(config))
+    check_outputs(section.output, section.input_data, protected_files(config), config.predict.metrics_file)
     stored, path = read_stored(checkpoint_model_files(config))
     for name in SPECIAL_KEYS:
         stored_ids(name, stored, path)
