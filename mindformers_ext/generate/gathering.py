@@ -120,10 +120,10 @@ class Logits:
             values, ids, normalisers = self._exchanged(*top_candidates(self.local, count), normaliser.view(np.int32))
             order = np.argsort(-values, axis=1, kind="stable")[:, :count]
             total = _joined_log_sums(normalisers.view(np.float32))
-            packed = _packed(np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1), total)
+            packed = _packed(np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1), total[:, None])
         packed = self.shared(packed, (self.num_rows, 2 * count + 1), np.int32)
         values, ids, total = _unpacked(packed)
-        offsets = total.view(np.float32)[:, None]
+        offsets = total.view(np.float32)
         check_finite(offsets[:, 0])
         rows = np.full((self.num_rows, self.vocab_size), -np.inf, np.float32)
         np.put_along_axis(rows, ids, values, 1)
@@ -148,13 +148,13 @@ class Logits:
         Args:
             values: float32.
             ids: counted within this part; those returned are within the vocabulary.
-            extra: ``[R]``, anything that int32 holds.
+            extra: ``[R]``, anything that int32 holds; None sends nothing.
 
         Returns:
-            float32, int32, and int32 ``[R, parts]``.
+            float32, int32, and int32 ``[R, parts]``, or ``[R, 0]``.
         """
         first, _ = split_evenly(self.vocab_size, self.context.tp.size, self.context.tp.rank)
-        extra = np.zeros(len(values), np.int32) if extra is None else extra
+        extra = np.zeros((len(values), 0), np.int32) if extra is None else extra[:, None]
         received = self.context.tp.all_gather(_packed(values, ids + first, extra))
         parts, rows, width = received.shape
         values, ids, extras = _unpacked(received.reshape(parts * rows, width))
@@ -184,15 +184,15 @@ def gather_vocab_parallel_logits(local: np.ndarray, vocab_size: int, group: Grou
 
 
 def _packed(values: np.ndarray, ids: np.ndarray, extra: np.ndarray) -> np.ndarray:
-    """One message int32 ``[R, 2 n + 1]``: fewer calls are faster than few bytes."""
+    """One message int32 ``[R, 2 n + 1]``, ``[R, 2 n]`` where ``extra`` is ``[R, 0]``: a call costs more than bytes."""
     bits = np.ascontiguousarray(values, np.float32).view(np.int32)
-    return np.concatenate((bits, ids.astype(np.int32), extra.astype(np.int32, copy=False)[:, None]), axis=1)
+    return np.concatenate((bits, ids.astype(np.int32), extra.astype(np.int32, copy=False)), axis=1)
 
 
 def _unpacked(message: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     count = message.shape[1] // 2
     values = np.ascontiguousarray(message[:, :count]).view(np.float32)
-    return values, np.ascontiguousarray(message[:, count : 2 * count]), np.ascontiguousarray(message[:, -1])
+    return values, np.ascontiguousarray(message[:, count : 2 * count]), np.ascontiguousarray(message[:, 2 * count :])
 
 
 def _log_sum_exp_or_bad(scores: np.ndarray) -> np.ndarray:

@@ -145,6 +145,12 @@ def test_what_a_part_sends_does_not_depend_on_the_vocabulary():
         assert len(sent) == 1
 
 
+def test_greedy_parts_send_one_value_and_one_id_a_row():
+    scores = np.random.default_rng(0).normal(size=(6, 300)).astype(np.float32)
+    for _, sent in on_processes(scores, 3, 1, chooser(GenerationConfig(), 300)).values():
+        assert sent["tp"] == 2 * 6 * 8
+
+
 def test_only_a_number_a_row_goes_back_to_the_other_stages():
     for options in OPTIONS.values():
         if "output_logprobs" in options:
