@@ -331,6 +331,9 @@ class PredictSection(Section):
     skip_special_tokens: bool = True
     suppress_unnamed_tokens: bool = False
     progress: bool = True
+    resume: bool | Literal["auto"] = "auto"
+    on_error: Literal["record", "abort"] = "record"
+    max_errors: Count | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -40,6 +40,7 @@ class BatchForward:
         use_cache: False runs the whole sequence at every step.
         chunk_size: most prompt tokens in one forward.
         best_only: steps give the best token of each row, int64 ``[B]``, in place of logits.
+        before_forward: is called before each forward; what it raises ends the batch.
 
     Raises:
         ValueError: prompts of different lengths for a model that takes no mask or no positions.
@@ -53,8 +54,10 @@ class BatchForward:
         use_cache: bool,
         chunk_size: int,
         best_only: bool = False,
+        before_forward: Callable[[], None] | None = None,
     ) -> None:
         self._model = model
+        self._before_forward = before_forward
         self.best_only = best_only
         shard = getattr(model, "model_shard", None)
         self._layout: ParallelContext | None = None if shard is None else shard.context
@@ -146,6 +149,8 @@ class BatchForward:
             "past_key_values": self._past(),
             "logits_to_keep": 1,
         }
+        if self._before_forward is not None:
+            self._before_forward()
         if self._lockstep is not None:
             self._lockstep.forward()
         outputs = self._model(

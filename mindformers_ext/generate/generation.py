@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +103,7 @@ def generate_rows(
     decode: DecodeNew | None = None,
     streamer: Streamer | None = None,
     step_scores: list[np.ndarray] | None = None,
+    before_forward: Callable[[], None] | None = None,
 ) -> list[GeneratedRow]:
     """Extends each prompt; an answer does not depend on the other prompts of the batch.
 
@@ -115,6 +116,7 @@ def generate_rows(
         decode: see `generate`.
         streamer: see `generate`.
         step_scores: see `choose_tokens`.
+        before_forward: is called before each forward; what it raises ends the call.
 
     Returns:
         ``config.num_return_sequences`` rows for each prompt, one prompt after the other.
@@ -147,6 +149,7 @@ def generate_rows(
                 config.use_cache,
                 config.prefill_chunk_size,
                 best_only=_reads_best_only(model, config, step_scores),
+                before_forward=before_forward,
             )
             try:
                 if config.num_beams > 1:
