@@ -130,8 +130,8 @@ def open_job(
 ) -> OutputJob:
     """Begins the job of an output, goes on with it, or finds it done, making the parent folders.
 
-    A journal with records is gone on with if its identity is this one, and refused otherwise, so that nothing computed
-    is lost by mistake. An output with a fitting manifest of this identity is left as it is.
+    A journal is gone on with if its identity is this one; one of another identity that has answers is refused, so that
+    nothing computed is lost by mistake. An output with a fitting manifest of this identity is left as it is.
 
     Args:
         output: the output file.
@@ -160,13 +160,10 @@ def open_job(
             raise ValueError(_not_ours(path, manifest, identity))
     journal = Journal(journal_path(path))
     try:
-        if resume is False or journal.header is None or not journal.has_records:
-            if journal.has_records:
-                logger.warning("%s: starting over, as predict.resume says; the records in it are dropped", journal.path)
-            journal.start(identity, given)
-        else:
-            _check_same(journal, identity)
+        if _goes_on(journal, identity, resume):
             logger.info("%s: going on, %d records are finished", journal.path, journal.num_finished)
+        else:
+            journal.start(identity, given)
         assert journal.header is not None
         return OutputJob(path, journal, None, journal.header.facts)
     except BaseException:
@@ -174,16 +171,22 @@ def open_job(
         raise
 
 
-def _check_same(journal: Journal, identity: Mapping[str, Any]) -> None:
-    assert journal.header is not None
+def _goes_on(journal: Journal, identity: Mapping[str, Any], resume: bool | Literal["auto"]) -> bool:
+    """Whether a journal is gone on with; False starts over."""
+    if journal.header is None or not journal.has_records:
+        return False
+    if resume is False:
+        logger.warning("%s: starting over, as predict.resume says; the records in it are dropped", journal.path)
+        return False
     differences = identity_differences(journal.header.identity, identity)
     if journal.header.schema != SCHEMA:
         differences.insert(0, f"the form of the journal was {journal.header.schema}, is {SCHEMA}")
-    if differences:
+    if differences and journal.num_finished > journal.num_errors:
         raise ValueError(
             f"{journal.path} has finished records of another job: {_listed(differences)}. Run that job to its end, "
             "give another output, or start over with predict.resume: false, which drops them"
         )
+    return not differences  # of another job that has no answer yet, nothing is lost
 
 
 def _not_ours(path: Path, manifest: Manifest | None, identity: Mapping[str, Any]) -> str:
