@@ -111,8 +111,7 @@ class Trainer:
             logger.warning(warning)
 
         dims = ParallelDims.from_config(self.config.parallelism, world_size())
-        self._weights_loaded = False
-        self._own_model = model is not None
+        self._weights_loaded, self._own_model = False, model is not None
         training = self.config.training
         self.tokenizer: Tokenizer | None
         if self.is_inference:
