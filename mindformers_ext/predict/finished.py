@@ -8,13 +8,14 @@ from array import array
 
 from mindformers_ext.predict.records import Record
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 _WORD = "Q"  # 64 bits a record; 0 means not finished
 
 
 def record_hash(record: Record) -> int:
     """Returns 64 bits, never all zero, that are equal for records of equal content."""
     error = None if record.error is None else [record.error.type, record.error.message]
-    content = json.dumps([record.prompt, record.fields, error], separators=(",", ":"))
+    content = _ENCODER.encode([record.prompt, record.fields, error])
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big") or 1
 
 

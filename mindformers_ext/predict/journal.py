@@ -150,7 +150,7 @@ class Journal:
                     raise RuntimeError(f"{self.path}: record {index} is missing")
                 if file.tell() != offset:
                     file.seek(offset)
-                yield from json.loads(file.readline())["rows"]
+                yield from json.loads(file.readline().decode())["rows"]
 
     def remove(self) -> None:
         """Deletes the file and gives it up."""
@@ -260,7 +260,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -15,6 +15,8 @@ from mindformers_ext.predict.output_files import replace_file
 # What str.splitlines takes for the end of a line. JSON itself escapes those below U+0020.
 _LINE_ENDS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 _JSON_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
+# json.dumps would make one for each row.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _TEXT_ESCAPES = str.maketrans(
     {"\\": r"\\", "\n": r"\n", "\r": r"\r"} | {character: f"\\u{ord(character):04x}" for character in _LINE_ENDS}
 )
@@ -67,8 +69,8 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> WrittenFile:
 
 def json_row(row: dict[str, Any]) -> str:
     """A row as JSON on one line, whatever takes which character for the end of a line."""
-    text = json.dumps(row, ensure_ascii=False, allow_nan=False)
-    return _JSON_LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    text = _ENCODER.encode(row)
+    return text if text.isascii() else _JSON_LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def encoded(text: str) -> bytes:

@@ -25,5 +25,5 @@ def test_jobs_that_kill_themselves_while_they_write_go_on_to_the_same_file():
 def test_resident_memory_does_not_grow_with_the_number_of_records():
     small = run("bench_batch.py", "--records", "500")
     large = run("bench_batch.py", "--records", "12000")
-    # 11,500 rows are 3 MB of output; the journal's places and hashes are 0.2 MB of memory.
-    assert large["MiB at most"] - small["MiB at most"] < 2.5
+    # As Python objects 11,500 records and rows would take more than 20 MiB; buffers fill up to some.
+    assert large["MiB at most"] - small["MiB at most"] < 8
