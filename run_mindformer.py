@@ -2,7 +2,8 @@
 
     python run_mindformer.py --config predict.yaml --predict_data "first prompt" "second" --inference.max_new_tokens 64
 
-Exit code: 0 done; 3 predicted, but some records ended in an error; 1 refused or failed; 130 interrupted.
+Exit code: 0 done; 3 predicted, but some records ended in an error; 4 a prediction was stopped and can be resumed with
+the same command; 1 refused or failed; 130 interrupted.
 A mistake of the user is one line on stderr: an error whose innermost line is a `raise` of this package, which wrote its
 message for the user. What a library or a built-in raises, also when we call it directly, keeps its traceback.
 """
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_ERROR_RECORDS = 3
+EXIT_STOPPED = 4
 EXIT_INTERRUPTED = 130
 
 # Flags that set one key of the YAML.
@@ -99,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train a model, or predict with one, as a YAML says.",
         epilog="Any key of the YAML can be set: --section.key value or --section.key=value, the value in YAML's form, "
         "e.g. --inference.max_new_tokens 64. Relative paths are relative to the folder you call from. "
-        "Exit code: 0 done, 3 done with error records, 1 refused or failed.",
+        "Exit code: 0 done, 3 done with error records, 4 stopped and resumable, 1 refused or failed.",
     )
 
     def add(flag: str, **options: Any) -> None:
@@ -242,13 +244,18 @@ def run(flags: argparse.Namespace, tokens: Sequence[str]) -> int:
         validate(config)
         return EXIT_OK
 
+    from mindformers_ext.predict import JobStoppedError
     from mindformers_ext.trainer import Trainer
 
     trainer = Trainer(config)
     if not trainer.is_inference:
         trainer.train()
         return EXIT_OK
-    trainer.inference(collect=False)
+    try:
+        trainer.inference(collect=False)
+    except JobStoppedError as reason:
+        print(f"stopped: {reason}; the same command goes on from here", file=sys.stderr)
+        return EXIT_STOPPED
     return EXIT_ERROR_RECORDS if trainer.last_summary.num_errors else EXIT_OK
 
 

@@ -25,7 +25,9 @@ Relative paths are relative to the folder you call from. The python and msrun on
 those of the repository's .venv.
 Environment: MF_LOG_SUFFIX=x appends _x to LOG_DIR. GLOG_v=2 shows MindSpore's warnings (default 3, errors only).
 PLOG_REDIRECT_TO_OUTPUT=1 puts Ascend's logs into output/plog.
-Exit code: 0 the job is done; 3 done, with error records; 1 refused; otherwise that of the worker that failed first.
+Exit code: 0 the job is done; 3 done, with error records; 4 a prediction was stopped, and the same command goes on from
+there; 1 refused; otherwise that of the worker that failed first.
+Signals: SIGTERM and SIGINT are passed on to the workers; a second one kills them.
 TEXT
 }
 
@@ -177,34 +179,55 @@ records=$(mktemp -d) || exit 1
 trap 'rm -rf "$records"' EXIT
 echo "starting $local_worker workers on port $master_port, logs: $log_dir; this is worker $first_rank:"
 # The launcher shows the log itself: msrun's own tail loses first and last lines, and mixes all workers.
-MSRUN_RECORDS=$records msrun "${options[@]}" --tail_worker_log=-2 "$scripts/msrun_worker.py" "${words[@]}" \
+MSRUN_RECORDS=$records setsid msrun "${options[@]}" --tail_worker_log=-2 "$scripts/msrun_worker.py" "${words[@]}" \
     >"$log_dir/msrun.log" 2>&1 </dev/null &
 msrun_pid=$!
 tail -n +1 -s 0.2 -f --pid="$msrun_pid" "$log_dir/worker_$first_rank.log" </dev/null &
 tail_pid=$!
 
-# msrun ends its workers on SIGINT alone, and only once it has started all of them: ask until it is gone.
+# A session of its own keeps a Ctrl-C away from msrun, which would kill the workers: they get the first signal from here
+# and end by themselves. On a second one, or while not all of them are there, msrun has to kill them; it does so on
+# SIGINT alone, and only once it has started all of them: ask until it is gone.
+interrupted=0 killed=0
 stop() {
+    local pids
+    pids=$(cat "$records"/*.pid 2>/dev/null)
+    if [ "$interrupted" -eq 0 ] && [ "$(wc -w <<<"$pids")" -eq "$local_worker" ]; then
+        interrupted=$1
+        # shellcheck disable=SC2086
+        kill -TERM $pids 2>/dev/null
+        return
+    fi
+    interrupted=$1 killed=1
     trap '' INT TERM
     while kill -INT "$msrun_pid" 2>/dev/null; do sleep 0.5; done
-    wait "$tail_pid" 2>/dev/null
-    echo "error: interrupted, the workers are stopped." >&2
-    exit "$1"
 }
 trap 'stop 130' INT
 trap 'stop 143' TERM
-wait "$msrun_pid"
-code=$?
+while true; do
+    wait "$msrun_pid"
+    code=$?
+    kill -0 "$msrun_pid" 2>/dev/null || break
+done
+# msrun may have been ended by the signal that the workers are still obeying.
+for file in "$records"/*.pid; do
+    while [ -f "$file" ] && [ -e "/proc/$(<"$file")/exe" ]; do sleep 0.2; done
+done
 wait "$tail_pid" 2>/dev/null
 trap - INT TERM
+if [ "$killed" -ne 0 ] || { [ "$interrupted" -ne 0 ] && [ "$code" -ne 0 ] && ! grep -qsx 4 "$records"/*; }; then
+    echo "error: interrupted, the workers are stopped." >&2
+    exit "$interrupted"
+fi
 
 # Each worker left its exit code in a file named by its rank. The oldest failure is the cause, the rest are its victims.
-with_errors=0
+with_errors=0 stopped=0
 while IFS= read -r rank; do
     worker_code=$(<"$records/$rank")
     case $worker_code in
         0) ;;
         3) with_errors=3 ;;
+        4) stopped=4 ;;
         *)
             echo "error: worker $rank failed with exit code $worker_code. The end of $log_dir/worker_$rank.log:" >&2
             tail -n 20 "$log_dir/worker_$rank.log" >&2
@@ -212,6 +235,7 @@ while IFS= read -r rank; do
             ;;
     esac
 done < <(ls -tr "$records" | grep -E '^[0-9]+$')
+[ "$stopped" -eq 0 ] || exit "$stopped"
 if [ "$code" -ne 0 ]; then
     echo "error: msrun failed, though no worker on this node did. The end of $log_dir/msrun.log and scheduler.log:" >&2
     tail -n 20 "$log_dir/msrun.log" >&2

@@ -1,5 +1,6 @@
 """Checkpoints on disk: HuggingFace and MindFormers folders, read, checked and written. Never imports mindspore."""
 
+from mindformers_ext.checkpoint.digest import weights_digest
 from mindformers_ext.checkpoint.errors import CheckpointError
 from mindformers_ext.checkpoint.files import read_model_json
 from mindformers_ext.checkpoint.huggingface import save_hf_checkpoint, write_model_files
@@ -32,5 +33,6 @@ __all__ = [
     "read_model_json",
     "save_checkpoint",
     "save_hf_checkpoint",
+    "weights_digest",
     "write_model_files",
 ]

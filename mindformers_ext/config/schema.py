@@ -332,6 +332,9 @@ class PredictSection(Section):
     suppress_unnamed_tokens: bool = False
     progress: bool = True
     metrics_file: bool = True
+    resume: bool | Literal["auto"] = "auto"
+    on_error: Literal["record", "abort"] = "record"
+    max_errors: Count | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,6 +39,7 @@ class BatchForward:
         max_new_tokens: most tokens that will be added to a row.
         use_cache: False runs the whole sequence at every step.
         chunk_size: most prompt tokens in one forward.
+        before_forward: is called before each forward; what it raises ends the batch.
 
     Attributes:
         num_forwards: how often the model was run.
@@ -55,8 +56,10 @@ class BatchForward:
         max_new_tokens: int,
         use_cache: bool,
         chunk_size: int,
+        before_forward: Callable[[], None] | None = None,
     ) -> None:
         self._model = model
+        self._before_forward = before_forward
         self.num_forwards = self.cache_bytes = 0
         shard = getattr(model, "model_shard", None)
         self._layout = single() if shard is None else shard.context
@@ -157,6 +160,8 @@ class BatchForward:
             "past_key_values": self._past(),
             "logits_to_keep": 1,
         }
+        if self._before_forward is not None:
+            self._before_forward()
         if self._lockstep is not None:
             self._lockstep.forward()
         self.num_forwards += 1

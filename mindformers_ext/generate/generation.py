@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +102,7 @@ def generate_rows(
     decode: DecodeNew | None = None,
     streamer: Streamer | None = None,
     step_scores: list[np.ndarray] | None = None,
+    before_forward: Callable[[], None] | None = None,
 ) -> list[GeneratedRow]:
     """Extends each prompt; an answer does not depend on the other prompts of the batch.
 
@@ -114,6 +115,7 @@ def generate_rows(
         decode: see `generate`.
         streamer: see `generate`.
         step_scores: see `choose_tokens`.
+        before_forward: is called before each forward; what it raises ends the call.
 
     Returns:
         ``config.num_return_sequences`` rows for each prompt, one prompt after the other.
@@ -146,6 +148,7 @@ def generate_rows(
                 int(rows.budgets.max()),
                 config.use_cache,
                 config.prefill_chunk_size,
+                before_forward=before_forward,
             )
             try:
                 if config.num_beams > 1:

@@ -51,6 +51,23 @@ def require_same(context: ParallelContext, values: Mapping[str, Any], group: Gro
         raise ValueError(f"the ranks of this job were given different settings: {'; '.join(differences)}")
 
 
+def gather_errors(
+    context: ParallelContext, error: BaseException | None, group: Group | None = None
+) -> list[tuple[int, str, str]]:
+    """Returns (rank, class, message) of the error of every rank that failed, by rank. All ranks of the group call it.
+
+    Args:
+        context: this process.
+        error: what failed here, None if nothing did.
+        group: the ranks that agree; all of the job by default.
+    """
+    group = context.world if group is None else group
+    if not group.any(error is not None):
+        return []
+    reports = group.all_gather_object(None if error is None else [type(error).__name__, str(error)])
+    return [(rank, *report) for rank, report in zip(group.ranks, reports, strict=True) if report is not None]
+
+
 def first_error(context: ParallelContext, error: BaseException | None, group: Group | None = None) -> None:
     """Returns if no rank failed; otherwise every rank raises the error of the lowest rank that did.
 
@@ -64,13 +81,9 @@ def first_error(context: ParallelContext, error: BaseException | None, group: Gr
     Raises:
         PeerError: another rank failed first.
     """
-    group = context.world if group is None else group
-    if group.any(error is not None):
-        report = None if error is None else [type(error).__name__, str(error)]
-        reports = group.all_gather_object(report)
-        first = next(index for index, one in enumerate(reports) if one is not None)
-        if first != group.rank:
-            raise PeerError(group.ranks[first], *reports[first]) from error
+    errors = gather_errors(context, error, group)
+    if errors and errors[0][0] != context.rank:
+        raise PeerError(*errors[0]) from error
     if error is not None:
         raise error
 

@@ -1,25 +1,35 @@
 """From the user's records to rows of output: reading, tokenizing, batching, writing. Knows nothing of tensors."""
 
 from mindformers_ext.predict.completion import Completion
+from mindformers_ext.predict.finished import FinishedRecords
+from mindformers_ext.predict.isolation import BatchError, described_fault, fault_of
+from mindformers_ext.predict.job import OutputJob, open_job
+from mindformers_ext.predict.output_files import check_output
 from mindformers_ext.predict.records import Record, RecordError, input_file, normalize_input
 from mindformers_ext.predict.run import RunResult, run_generation
+from mindformers_ext.predict.stop import JobStoppedError, StopSignals
 from mindformers_ext.predict.summary import RunSummary, Timings, format_summary
 from mindformers_ext.predict.tokenizer import Tokenizer
-from mindformers_ext.predict.writers import Writer, check_output, open_writer
 
 __all__ = [
+    "BatchError",
     "Completion",
+    "FinishedRecords",
+    "JobStoppedError",
+    "OutputJob",
     "Record",
     "RecordError",
     "RunResult",
     "RunSummary",
+    "StopSignals",
     "Timings",
     "Tokenizer",
-    "Writer",
     "check_output",
+    "described_fault",
+    "fault_of",
     "format_summary",
     "input_file",
     "normalize_input",
-    "open_writer",
+    "open_job",
     "run_generation",
 ]

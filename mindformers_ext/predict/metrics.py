@@ -6,16 +6,16 @@ import importlib.metadata
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mindformers_ext.predict.completion import Completion
+from mindformers_ext.predict.output_files import check_output, replace_file
 from mindformers_ext.predict.summary import RunSummary, Timings
-from mindformers_ext.predict.writers import OUTPUT_MODE, check_output
 
 METRICS_SUFFIX = ".metrics.json"
 _PACKAGES = ("mindformers_ext", "mindspore", "numpy", "tokenizers", "safetensors")
@@ -161,19 +161,29 @@ def metrics_path(output: str | os.PathLike[str]) -> str:
 
 
 def run_metrics(
-    summary: RunSummary, reports: Sequence[RankReport], latencies: Latencies, settings: Mapping[str, Any]
+    summary: RunSummary,
+    new_tokens: int,
+    reports: Sequence[RankReport],
+    latencies: Latencies,
+    settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns what the metrics file says.
 
     Args:
-        summary: counts of the run.
+        summary: counts of the output, to which earlier runs of the job may have added.
+        new_tokens: those of this run.
         reports: of all processes, by rank.
         latencies: of rank 0.
         settings: what the run was asked for, as JSON can hold it.
     """
     timings = joined_timings(reports)
     return {
-        "records": {"total": summary.num_records, "answered": summary.num_answers, "failed": summary.num_errors},
+        "records": {
+            "total": summary.num_records,
+            "answered": summary.num_answers,
+            "failed": summary.num_errors,
+            "resumed": summary.num_resumed,
+        },
         "finish_reasons": dict(sorted(summary.finish_reasons.items())),
         "errors": dict(sorted(summary.errors.items())),
         "wall_seconds": summary.wall_seconds,
@@ -181,7 +191,7 @@ def run_metrics(
         "prefill": _rate(timings.prefill_tokens, timings.prefill_seconds),
         "decode": _rate(timings.decode_tokens, timings.decode_seconds),
         "latency_seconds": latencies.percentiles(),
-        "traffic": joined_traffic(reports, summary.new_tokens),
+        "traffic": joined_traffic(reports, new_tokens),
         "ranks": [asdict(report) for report in reports],
         "seed": summary.seed,
         **settings,
@@ -206,19 +216,8 @@ def write_metrics(path: str | os.PathLike[str], content: Mapping[str, Any]) -> N
         OSError: it cannot be written; what was there before is untouched.
     """
     text = json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n"
-    folder, name = os.path.split(os.path.abspath(path))
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
-    try:
-        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            os.fchmod(file.fileno(), OUTPUT_MODE)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    data = text.encode("utf-8", "backslashreplace")
+    replace_file(Path(os.path.abspath(path)), lambda file: file.write(data))
 
 
 def _rate(tokens: int, seconds: float) -> dict[str, float | None]:

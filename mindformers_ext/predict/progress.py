@@ -68,10 +68,11 @@ class Progress:
             self._bar.close()
 
     def _line(self, summary: RunSummary, now: float) -> str:
-        done, seconds = summary.num_records, now - self._start
+        done, seconds = summary.num_records + summary.num_resumed, now - self._start
         if self._total is None:
             return f"{done} records, {self._state(summary, now)}"
-        left = max(self._total - done, 0) * seconds / done if done else 0.0
+        # Records of an earlier run took no time of this one.
+        left = max(self._total - done, 0) * seconds / max(summary.num_records, 1)
         return f"{done} of about {self._total} records, {self._state(summary, now)}, about {_span(left)} left"
 
     def _state(self, summary: RunSummary, now: float) -> str:

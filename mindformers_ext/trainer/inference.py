@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,7 @@ def generate_batch(
     stats: GenerationStats,
     record_ids: Sequence[int] | None = None,
     tokenizer: Tokenizer | None = None,
+    before_forward: Callable[[], None] | None = None,
 ) -> list[Completion]:
     """Answers one batch of tokenised prompts, with ``config.num_return_sequences`` completions for each.
 
@@ -76,6 +77,7 @@ def generate_batch(
         stats: is added to.
         record_ids: index of each prompt's record; None counts from 0.
         tokenizer: needed for stop strings.
+        before_forward: is called before each forward; what it raises ends the batch.
     """
 
     def decode(prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
@@ -83,7 +85,13 @@ def generate_batch(
         return tokenizer.decode_new(prompt_ids, new_ids, skip_special_tokens=False)
 
     rows = generate_rows(
-        model, prompts, config, stats, record_ids=record_ids, decode=None if tokenizer is None else decode
+        model,
+        prompts,
+        config,
+        stats,
+        record_ids=record_ids,
+        decode=None if tokenizer is None else decode,
+        before_forward=before_forward,
     )
     return [
         Completion(
@@ -108,6 +116,7 @@ def generate_from_records(
     context: ParallelContext | None = None,
     batch_size: int = 1,
     latencies: Latencies | None = None,
+    step_check: Callable[[], Callable[[], None]] | None = None,
     **options: Any,
 ) -> RunResult:
     """Answers records in batches, which the replicas of a job share.
@@ -121,15 +130,17 @@ def generate_from_records(
         context: the place of this process; None for a job of one.
         batch_size: prompts in one batch of a replica.
         latencies: is added to.
+        step_check: gives for each batch what is called before each of its forwards.
         **options: further arguments of `mindformers_ext.predict.run_generation`.
     """
 
     def decode_here(prompts: list[list[int]], indices: list[int]) -> list[Completion]:
-        return generate_batch(model, prompts, config, stats, indices, tokenizer)
+        check = None if step_check is None else step_check()
+        return generate_batch(model, prompts, config, stats, indices, tokenizer, check)
 
     decode: Decode = decode_here
     replicas = 1 if context is None else context.dp.size
-    if context is not None and replicas > 1:
+    if context is not None and context.world.size > 1:
         idle = partial(run_idle, model)
         decode = shared_decode(decode_here, context, config.num_return_sequences, idle)
     return run_generation(

@@ -1,4 +1,4 @@
-"""Replicas of a model that answer different records of one batch."""
+"""Ranks that answer a batch together: replicas share its records, and all of them learn how it went."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mindformers_ext.parallel.agreement import first_error
+from mindformers_ext.parallel.agreement import gather_errors
 from mindformers_ext.parallel.groups import ParallelContext
-from mindformers_ext.predict import Completion
+from mindformers_ext.predict import BatchError, Completion, JobStoppedError, described_fault
 from mindformers_ext.predict.schedule import balance
 
 Decode = Callable[[list[list[int]], list[int]], list[Completion]]
 
-_FAULTS = (RuntimeError, FloatingPointError, MemoryError, ValueError)
+_FAULTS = (RuntimeError, FloatingPointError, MemoryError, ValueError, JobStoppedError)
 
 
 def shared_decode(decode: Decode, context: ParallelContext, num_sequences: int, idle: Callable[[], None]) -> Decode:
-    """Returns a function that answers a batch on all replicas together; every rank calls it and gets every answer.
+    """Returns a function that answers a batch on all ranks together; every rank calls it and gets every answer.
+
+    What fails on one rank fails on all of them with the same error: `BatchError`, or `JobStoppedError`.
 
     Args:
         decode: answers prompts on the replica of this rank.
@@ -39,10 +41,22 @@ def shared_decode(decode: Decode, context: ParallelContext, num_sequences: int, 
                 idle()
         except _FAULTS as raised:
             error = raised
-        first_error(context, error)
+        _raise_together(gather_errors(context, error), error)
+        if group.size == 1:
+            return found
         return _in_order(group.all_gather_object([asdict(completion) for completion in found]), shares, num_sequences)
 
     return answer
+
+
+def _raise_together(errors: Sequence[tuple[int, str, str]], error: Exception | None) -> None:
+    """Raises the error that all ranks agree on, if there is one: a stop comes before a fault, the lowest rank first."""
+    for _, kind, message in errors:
+        if kind == JobStoppedError.__name__:
+            raise JobStoppedError(message) from error
+    if errors:
+        _, kind, message = errors[0]
+        raise BatchError(described_fault(kind, message)) from error
 
 
 def _in_order(

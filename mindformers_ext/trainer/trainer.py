@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 from mindspore import nn
 
-from mindformers_ext.checkpoint import check_weights
+from mindformers_ext.checkpoint import check_weights, weights_digest
 from mindformers_ext.config import InferenceSection, TrainConfig, load_config
-from mindformers_ext.generate import GenerationStats
-from mindformers_ext.generate.noise import fresh_seed
+from mindformers_ext.generate import GenerationConfig, GenerationStats
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
 from mindformers_ext.predict import (
+    JobStoppedError,
+    Record,
     RunSummary,
     Tokenizer,
     format_summary,
     normalize_input,
-    open_writer,
 )
 from mindformers_ext.predict.metrics import (
     Latencies,
@@ -38,9 +37,11 @@ from mindformers_ext.predict.metrics import (
 )
 from mindformers_ext.predict.progress import estimate_total
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
+from mindformers_ext.trainer.batch_job import BatchJob, open_batch_job
 from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import build_causal_lm
 from mindformers_ext.trainer.fingerprint import fingerprint, input_fingerprint
+from mindformers_ext.trainer.identity import run_identity, unrepeatable
 from mindformers_ext.trainer.inference import (
     Resolved,
     build_inference_tokenizer,
@@ -54,6 +55,7 @@ from mindformers_ext.trainer.model import (
     load_model_weights,
     protected_files,
     resolve_model_config,
+    tokenizer_folder,
     training_tokenizer,
 )
 from mindformers_ext.trainer.report import RunMeter
@@ -119,7 +121,7 @@ class Trainer:
             logger.warning(warning)
 
         dims = ParallelDims.from_config(self.config.parallelism, world_size())
-        self._weights_loaded = False
+        self._weights_loaded, self._own_model = False, model is not None
         training = self.config.training
         self.tokenizer: Tokenizer | None
         if self.is_inference:
@@ -183,9 +185,13 @@ class Trainer:
         batch_size: int | None = None,
         dataset_field: str | None = None,
         collect: bool = True,
+        resume: bool | Literal["auto"] | None = None,
         **generation: Any,
     ) -> list[tuple[int, list[int]]]:
         """Answers prompts and writes one row for each input record, in input order.
+
+        With an output, finished records go to ``<output>.journal`` at once; the output appears, or changes, when all
+        are finished. A run that was stopped goes on from its journal, and a complete output is left as it is.
 
         Args:
             input_data: a prompt, a file (``.jsonl``, ``.json``, or text with a prompt a line), a dict, a list of dicts
@@ -196,6 +202,7 @@ class Trainer:
             batch_size: None takes ``inference.batch_size``.
             dataset_field: field of a record that holds the prompt; None takes ``predict.dataset_field``.
             collect: False returns an empty list, so that the answers of a long file need no memory.
+            resume: None takes ``predict.resume``.
             **generation: options of decoding in the names of the YAML's ``generation``, and the plug-ins
                 ``logits_processor`` and ``stopping_criteria``; they win over the YAML.
 
@@ -204,7 +211,9 @@ class Trainer:
 
         Raises:
             ValueError: an argument out of range, a checkpoint that does not fit, or an output that would overwrite one
-                of the run's own files or that another run is writing.
+                of the run's own files, that another run is writing or that has the journal of another job.
+            JobStoppedError: the run ended early (a signal, ``predict.max_errors``, a full disk, a lost rank); the same
+                call goes on where it ended.
             TypeError: an argument of a type that cannot be meant.
             FileNotFoundError: the input looks like a path and does not exist.
         """
@@ -217,71 +226,136 @@ class Trainer:
         if self.tokenizer is None:
             raise ValueError("inference() needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
         self._validate_pp_inference()
-        model_config = getattr(self.model, "config", None)
-        vocab_size = getattr(model_config, "vocab_size", self.tokenizer.vocab_size)
-        folder = checkpoint_model_files(self.config) if self.config.checkpoint.load_path else None
-        resolved = resolve_generation(
-            self.config.generation, options.max_new_tokens, self.tokenizer, folder, vocab_size, generation
-        )
+        vocab_size = getattr(self._model_config, "vocab_size", self.tokenizer.vocab_size)
+        resolved = self._resolve_decoding(options, vocab_size, generation)
         logger.info("decoding: %s", resolved.describe())
         self._require_same_run(options, field, resolved.describe())
-        decoding = resolved.config
+        drawn = resolved.seed_is_drawn
+        job = open_batch_job(
+            self._context,
+            options.output,
+            lambda: self._identity(options, field, resolved),
+            {"seed": resolved.config.seed} if drawn else {},
+            self.config.predict.resume if resume is None else resume,
+            repeatable=not drawn,
+            needs_ids=collect,
+        )
+        decoding = resolved.config.updated(seed=job.facts["seed"]) if drawn else resolved.config
+        if job.num_finished and drawn:
+            logger.info("seed of sampling: %d, that of the run before", decoding.seed)
         if self.config.predict.suppress_unnamed_tokens:
             decoding = without_unnamed_tokens(decoding, self.tokenizer, vocab_size)
-        if decoding.do_sample and decoding.seed is None:
-            # Ranks that draw for themselves would choose different tokens.
-            decoding = decoding.updated(seed=self._context.world.all_gather_object(fresh_seed())[0])
-            logger.info("seed of sampling: %d", decoding.seed)
-        self._load_inference_checkpoint()
+        with job:
+            if job.is_complete:
+                self.last_summary, outputs = job.stored(collect)
+                logger.info("%s is complete, nothing is left to do", options.output)
+                return outputs
+            return self._answer(job, records, decoding, options, vocab_size, collect, resolved.as_dict())
+
+    def _answer(
+        self,
+        job: BatchJob,
+        records: Iterable[Record],
+        decoding: GenerationConfig,
+        options: InferenceSection,
+        vocab_size: int,
+        collect: bool,
+        origins: dict[str, Any],
+    ) -> list[tuple[int, list[int]]]:
+        """Answers what is left of the records and publishes the output; see `inference`."""
+        assert self.tokenizer is not None
+        predict = self.config.predict
         stats, latencies = GenerationStats(), Latencies()
         meter = RunMeter(self.model, self._context)
-        writes = rank() == 0 and bool(options.output)
-        with open_writer(options.output) if writes else nullcontext() as writer:
+        try:
             result = generate_from_records(
                 self.model,
                 self.tokenizer,
                 records,
                 decoding,
                 stats,
-                writer=writer,
+                writer=job.writer,
                 context=self._context,
                 batch_size=options.batch_size,
                 latencies=latencies,
                 total=estimate_total(options.input_data) if rank() == 0 else None,
-                max_length=getattr(model_config, "seq_length", None),
+                step_check=job.step_check,
+                max_length=getattr(self._model_config, "seq_length", None),
                 vocab_size=vocab_size,
-                skip_special_tokens=self.config.predict.skip_special_tokens,
-                progress=self.config.predict.progress and rank() == 0,
+                skip_special_tokens=predict.skip_special_tokens,
+                progress=predict.progress and rank() == 0,
                 collect=collect,
+                finished=job.finished,
+                num_errors=job.num_errors,
+                on_error=predict.on_error,
+                max_errors=predict.max_errors,
+                prepare=self._load_inference_checkpoint,
+                agree=job.agree,
             )
-        self.last_summary = result.summary
+        except ConnectionError as error:
+            raise JobStoppedError(str(error)) from error
+        self.last_summary, outputs = job.publish(result, collect)
         self.last_summary.seed = decoding.seed
-        self._conclude(result.summary, meter.reports(stats), latencies, options, resolved)
-        return result.outputs
+        reports = meter.reports(stats)
+        for line in (
+            *format_summary(self.last_summary, joined_timings(reports)),
+            *format_measures(reports, result.summary.new_tokens),
+        ):
+            logger.info(line)
+        if options.output:
+            logger.info("results: %s", options.output)
+            self._write_metrics(result.summary.new_tokens, reports, latencies, options, origins)
+        return outputs
 
-    def _conclude(
+    @property
+    def _model_config(self) -> Any:
+        return getattr(self.model, "config", None)
+
+    def _resolve_decoding(self, options: InferenceSection, vocab_size: int, arguments: Mapping[str, Any]) -> Resolved:
+        assert self.tokenizer is not None
+        folder = checkpoint_model_files(self.config) if self.config.checkpoint.load_path else None
+        resolved = resolve_generation(
+            self.config.generation, options.max_new_tokens, self.tokenizer, folder, vocab_size, arguments
+        )
+        if not resolved.seed_is_drawn:
+            return resolved
+        # Ranks that draw for themselves would choose different tokens.
+        seed = self._context.world.all_gather_object(resolved.config.seed)[0]
+        return replace(resolved, config=resolved.config.updated(seed=seed))
+
+    def _identity(self, options: InferenceSection, field: str, resolved: Resolved) -> dict[str, Any]:
+        """What the rows of a run depend on. Weights that no file has are like no others."""
+        stored = self.is_inference and not self._own_model
+        weights = weights_digest(self.config.checkpoint.load_path) if stored else unrepeatable("weights in memory")
+        return run_identity(
+            self.config,
+            resolved.config,
+            resolved.seed_is_drawn,
+            options.input_data,
+            field,
+            self._model_config,
+            weights,
+            tokenizer_folder(self.config),
+        )
+
+    def _write_metrics(
         self,
-        summary: RunSummary,
+        new_tokens: int,
         reports: list[RankReport],
         latencies: Latencies,
         options: InferenceSection,
-        resolved: Resolved,
+        decoding: dict[str, Any],
     ) -> None:
-        """Logs what a run did, and writes it beside the output."""
-        lines = format_summary(summary, joined_timings(reports))
-        for line in lines + format_measures(reports, summary.new_tokens):
-            logger.info(line)
-        if rank() != 0 or not options.output:
+        """Writes what a run did beside its output, on the first rank."""
+        if rank() != 0 or not self.config.predict.metrics_file:
             return
-        logger.info("results: %s", options.output)
-        if self.config.predict.metrics_file:
-            settings = {"decoding": resolved.as_dict(), "batch_size": options.batch_size, "layout": self._layout()}
-            path = metrics_path(options.output)
-            try:
-                write_metrics(path, run_metrics(summary, reports, latencies, settings))
-                logger.info("metrics: %s", path)
-            except OSError as error:  # the results are complete
-                logger.warning("the metrics of the run could not be written to %s: %s", path, error)
+        settings = {"decoding": decoding, "batch_size": options.batch_size, "layout": self._layout()}
+        path = metrics_path(options.output)
+        try:
+            write_metrics(path, run_metrics(self.last_summary, new_tokens, reports, latencies, settings))
+            logger.info("metrics: %s", path)
+        except OSError as error:  # the results are complete
+            logger.warning("the metrics of the run could not be written to %s: %s", path, error)
 
     def _layout(self) -> dict[str, Any]:
         """The degrees of the job, and how many parts of a batch a pipeline has on its way."""

@@ -215,6 +215,43 @@ def test_an_interrupt_stops_the_workers(launch, script, tmp_path):
     assert "interrupted, the workers are stopped" in errors
 
 
+STOPPABLE = """
+import os, signal, sys
+def stop(number, frame):
+    print("stopping", flush=True)
+    sys.exit(4)
+signal.signal(signal.SIGTERM, stop)
+alive = open('alive', 'w')
+alive.write('x')
+alive.flush()
+open('never').read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_workers_that_stop_by_themselves_are_not_killed_and_their_code_is_the_jobs(launch, script, tmp_path, number):
+    for name in ("alive", "never"):
+        os.mkfifo(tmp_path / name)
+    env = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    job = subprocess.Popen(
+        ["bash", str(LAUNCHER), script(STOPPABLE), "2"], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True
+    )
+    with open(tmp_path / "alive") as alive:
+        assert alive.read(2) == "xx"
+        job.send_signal(number)
+        _, errors = job.communicate(timeout=60)
+        alive.read()
+    assert job.returncode == 4, errors
+    for rank in range(2):
+        assert (tmp_path / f"output/msrun_log/worker_{rank}.log").read_text() == "stopping\n"
+
+
+@pytest.mark.parametrize(("codes", "code"), [((3, 0), 3), ((4, 4), 4), ((4, 3), 4), ((4, 7), 7)])
+def test_codes_of_orderly_ends_come_through(launch, script, codes, code):
+    name = script(f"import os, sys; sys.exit({codes}[int(os.environ['RANK_ID'])])")
+    assert launch(name, "2").returncode == code
+
+
 def test_a_port_in_use_is_refused(launch, script):
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -17,6 +17,7 @@ ROOT = Path(run_mindformer.__file__).parent
 FAKE_TRAINER = """
 import json
 import numpy
+from mindformers_ext.predict import JobStoppedError
 
 calls, plan = [], {}
 
@@ -29,6 +30,8 @@ def act(name, config):
         )
     if step == "diverged":
         raise RuntimeError("step 3: loss nan. Lower the learning rate")
+    if step == "stopped":
+        raise JobStoppedError("SIGTERM was received")
     if step == "own bug":
         raise KeyError("x")
     if step == "library":
@@ -137,6 +140,12 @@ def test_validate_runs_nothing_else(fake):
 def test_error_records_give_exit_code_3(fake):
     fake.plan["errors"] = 2
     assert run("--config", "predict.yaml") == 3
+
+
+def test_a_stopped_run_gives_exit_code_4_and_one_line_that_says_how_to_go_on(fake, capsys):
+    fake.plan["inference"] = "stopped"
+    assert run("--config", "predict.yaml") == 4
+    assert capsys.readouterr().err == "stopped: SIGTERM was received; the same command goes on from here\n"
 
 
 @pytest.mark.parametrize("step", ["init", "inference", "validate"])

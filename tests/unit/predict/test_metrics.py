@@ -96,7 +96,7 @@ def test_the_file_is_whole_private_and_replaces_the_one_before(tmp_path):
     assert path == str(tmp_path / "out.jsonl.metrics.json")
     for wall in (2.0, 3.0):
         summary.wall_seconds = wall
-        write_metrics(path, run_metrics(summary, [report(0)], Latencies(), {"batch_size": 4}))
+        write_metrics(path, run_metrics(summary, 3, [report(0)], Latencies(), {"batch_size": 4}))
     content = json.loads((tmp_path / "out.jsonl.metrics.json").read_text())
     assert content["records"] == {"total": 1, "answered": 1, "failed": 0}
     assert (content["wall_seconds"], content["seed"], content["batch_size"]) == (3.0, 7, 4)
