@@ -25,7 +25,7 @@ _MAX_WAITING = 4
 _MAX_MESSAGE = 500
 _MAX_LOGGED_FAILURES = 5
 # What a record or its batch can bring about. Any other exception is a mistake of the program.
-_FAULTS_OF_RECORDS = (RuntimeError, FloatingPointError, MemoryError, ValueError)
+FAULTS_OF_RECORDS = (RuntimeError, FloatingPointError, MemoryError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class _Run:
         failure: RecordError | None = None
         try:
             completions = self._decode([job.prompt_ids for job in batch], [job.record.index for job in batch])
-        except _FAULTS_OF_RECORDS as error:
+        except FAULTS_OF_RECORDS as error:
             kind: ErrorType = "oom" if isinstance(error, MemoryError) else "forward"
             failure = RecordError(kind, f"{type(error).__name__}: {_sentence(error)}")
             self._log_failure(batch, failure, error)

@@ -126,7 +126,7 @@ def generate_from_records(
 
     decode: Decode = decode_here
     replicas = 1 if context is None else context.dp.size
-    if context is not None and replicas > 1:
+    if context is not None and context.dims.world_size > 1:
         idle = partial(run_idle, model)
         decode = shared_decode(decode_here, context, config.num_return_sequences, idle)
     return run_generation(

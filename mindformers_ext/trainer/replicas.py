@@ -6,18 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mindformers_ext.parallel.agreement import first_error
+from mindformers_ext.parallel.agreement import PeerError, PeerLostError, first_error
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import Completion
+from mindformers_ext.predict.run import FAULTS_OF_RECORDS
 from mindformers_ext.predict.schedule import balance
 
 Decode = Callable[[list[list[int]], list[int]], list[Completion]]
 
-_FAULTS = (RuntimeError, FloatingPointError, MemoryError, ValueError)
-
 
 def shared_decode(decode: Decode, context: ParallelContext, num_sequences: int, idle: Callable[[], None]) -> Decode:
     """Returns a function that answers a batch on all replicas together; every rank calls it and gets every answer.
+
+    If it fails on one rank, it fails on all: as `MemoryError` where that rank had too little memory, as `PeerError`
+    where one of the records may be at fault, and otherwise as `PeerLostError`, which ends the run.
 
     Args:
         decode: answers prompts on the replica of this rank.
@@ -37,12 +39,27 @@ def shared_decode(decode: Decode, context: ParallelContext, num_sequences: int, 
                 found = decode([prompts[piece] for piece in mine], [indices[piece] for piece in mine])
             else:
                 idle()
-        except _FAULTS as raised:
+        except Exception as raised:
             error = raised
-        first_error(context, error)
+        try:
+            first_error(context, error)
+        except PeerError as failure:
+            raise _same_fault(failure, indices) from error
+        if group.size == 1:
+            return found
         return _in_order(group.all_gather_object([asdict(completion) for completion in found]), shares, num_sequences)
 
     return answer
+
+
+def _same_fault(failure: PeerError, indices: Sequence[int]) -> Exception:
+    """The exception that makes a rank do what the rank that failed does: try the batch again in halves, or end."""
+    if "MemoryError" in failure.kinds:
+        return MemoryError(str(failure))
+    if {kind.__name__ for kind in FAULTS_OF_RECORDS} & set(failure.kinds):
+        return failure
+    records = ", ".join(str(index) for index in indices)
+    return PeerLostError(failure.rank, f"{failure} ({failure.kind}, with records {records})")
 
 
 def _in_order(

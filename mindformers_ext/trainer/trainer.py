@@ -17,7 +17,7 @@ from mindformers_ext.generate import GenerationStats
 from mindformers_ext.generate.noise import fresh_seed
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
-from mindformers_ext.parallel.agreement import require_same
+from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
 from mindformers_ext.predict import (
     RunSummary,
@@ -308,7 +308,8 @@ class Trainer:
         """Fills the model from ``checkpoint.load_path``, once."""
         if self._weights_loaded:
             return
-        load_model_weights(self.model, self.config.checkpoint.load_path)
+        with failing_together(self._context):
+            load_model_weights(self.model, self.config.checkpoint.load_path)
         self._weights_loaded = True
 
 
