@@ -331,6 +331,8 @@ class PredictSection(Section):
     skip_special_tokens: bool = True
     suppress_unnamed_tokens: bool = False
     progress: bool = True
+    start_timeout: NonNegativeFloat = 1800.0
+    step_timeout: NonNegativeFloat = 600.0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -48,6 +48,7 @@ class Traffic:
     """
 
     counts: dict[tuple[str, str], Count] = field(default_factory=dict)
+    finished: int = 0  # calls that have ended, of all collectives and groups; never starts again
 
     def add(self, collective: str, group: str, sent: int) -> None:
         """Counts one call that sends ``sent`` bytes."""
@@ -137,6 +138,7 @@ class Group:
         self.traffic.add(collective, self.name, sent)
         try:
             yield self._device
+            self.traffic.finished += 1
         except (PeerError, PeerLostError):
             raise
         except Exception as error:
@@ -271,6 +273,11 @@ class Group:
     def any(self, flag: bool) -> bool:
         """Tells whether ``flag`` is true on any rank."""
         return bool(self.all_reduce(np.array([flag], np.float32))[0])
+
+    @property
+    def waiting_for(self) -> tuple[int, ...]:
+        """Global ranks from which this process expects data right now, in whatever group; empty where unknown."""
+        return () if self._mesh is None else self._mesh.waiting_for
 
     def exchange_reports(self, report: Report) -> list[Report]:
         """Returns what every rank tells of itself: None, or what failed. All ranks of the job call it.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from numbers import Integral
 from typing import Any
@@ -33,6 +33,7 @@ from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import build_causal_lm
 from mindformers_ext.trainer.fingerprint import fingerprint, input_fingerprint
 from mindformers_ext.trainer.inference import (
+    Watch,
     build_inference_tokenizer,
     configure_inference,
     generate_from_records,
@@ -49,6 +50,7 @@ from mindformers_ext.trainer.model import (
 from mindformers_ext.trainer.setup import TrainingRun, build_training_run
 from mindformers_ext.trainer.train_state import TrainerState
 from mindformers_ext.trainer.training import LossFunction, train_loop
+from mindformers_ext.trainer.watchdog import Watchdog
 
 
 class Trainer:
@@ -122,8 +124,10 @@ class Trainer:
             if self.is_inference:
                 check_weights(self.config.checkpoint.load_path, weight_layout(model_config))
         setup_runtime(seed=training.seed, deterministic=training.deterministic)
-        self._context = _joined_job(dims, self.config)
-        self.model = self._apply_parallelism(model, model_config)
+        self._watchdog = Watchdog(rank(), dims.world_size)
+        with self._watchdog.phase("joining the job and building the model", *self._limit("start_timeout")):
+            self._context = _joined_job(dims, self.config)
+            self.model = self._apply_parallelism(model, model_config)
         self.state = TrainerState(max_steps=training.steps)
         self._run: TrainingRun | None = None
         if not self.is_inference:
@@ -212,7 +216,8 @@ class Trainer:
             self.config.generation, options.max_new_tokens, self.tokenizer, folder, vocab_size, generation
         )
         logger.info("decoding: %s", resolved.describe())
-        self._require_same_run(options, field, resolved.describe())
+        with self._starting("comparing the settings of all ranks"):
+            self._require_same_run(options, field, resolved.describe())
         decoding = resolved.config
         if self.config.predict.suppress_unnamed_tokens:
             decoding = without_unnamed_tokens(decoding, self.tokenizer, vocab_size)
@@ -220,7 +225,8 @@ class Trainer:
             # Ranks that draw for themselves would choose different tokens.
             decoding = decoding.updated(seed=self._context.world.all_gather_object(fresh_seed())[0])
             logger.info("seed of sampling: %d", decoding.seed)
-        self._load_inference_checkpoint()
+        with self._starting("loading the checkpoint"):
+            self._load_inference_checkpoint()
         stats = GenerationStats()
         writes = rank() == 0 and bool(options.output)
         with open_writer(options.output) if writes else nullcontext() as writer:
@@ -232,6 +238,7 @@ class Trainer:
                 stats,
                 writer=writer,
                 context=self._context,
+                watch=self._watched(stats),
                 batch_size=options.batch_size,
                 max_length=getattr(model_config, "seq_length", None),
                 vocab_size=vocab_size,
@@ -246,6 +253,29 @@ class Trainer:
         if writes:
             logger.info("results: %s", options.output)
         return result.outputs
+
+    def _limit(self, key: str) -> tuple[float, str]:
+        """A limit of the watchdog, and its name; training is not watched."""
+        return getattr(self.config.predict, key) if self.is_inference else 0.0, f"predict.{key}"
+
+    def _starting(self, name: str) -> AbstractContextManager[None]:
+        """Watches a step before the first batch."""
+        world = self._context.world
+        return self._watchdog.phase(name, *self._limit("start_timeout"), waiting_for=lambda: world.waiting_for)
+
+    def _watched(self, stats: GenerationStats) -> Watch:
+        """Returns what watches the answering of a batch of these records, the first one with more patience."""
+
+        def watch(records: Sequence[int]) -> AbstractContextManager[None]:
+            world, self._watchdog.records = self._context.world, records
+            return self._watchdog.phase(
+                "answering",
+                *self._limit("step_timeout" if stats.steps else "start_timeout"),
+                progress=lambda: (stats.steps, world.traffic.finished),
+                waiting_for=lambda: world.waiting_for,
+            )
+
+        return watch
 
     def _apply_parallelism(self, model: nn.Cell | None, model_config: TransformerConfig | None) -> nn.Cell:
         """Spreads the model over the job's processes, the same way for training and prediction.
