@@ -118,11 +118,7 @@ class Trainer:
             _check_files(self.config)
         else:
             self.tokenizer = training_tokenizer(self.config)
-        model_config = None
-        if model is None:
-            model_config = (configure_inference if self.is_inference else resolve_model_config)(self.config)
-            if self.is_inference:
-                check_weights(self.config.checkpoint.load_path, weight_layout(model_config))
+        model_config = _checked_model_config(self.config) if model is None else None
         setup_runtime(seed=training.seed, deterministic=training.deterministic)
         self._watchdog = Watchdog(rank(), dims.world_size)
         with self._watchdog.phase("joining the job and building the model", *self._limit("start_timeout")):
@@ -341,6 +337,15 @@ class Trainer:
         with failing_together(self._context):
             load_model_weights(self.model, self.config.checkpoint.load_path)
         self._weights_loaded = True
+
+
+def _checked_model_config(config: TrainConfig) -> TransformerConfig:
+    """The model that the configuration describes; in prediction, the weights fit it."""
+    if config.run_mode != "predict":
+        return resolve_model_config(config)
+    model_config = configure_inference(config)
+    check_weights(config.checkpoint.load_path, weight_layout(model_config))
+    return model_config
 
 
 def _joined_job(dims: ParallelDims, config: TrainConfig) -> ParallelContext:
