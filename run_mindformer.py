@@ -3,7 +3,7 @@
     python run_mindformer.py --config predict.yaml --predict_data "first prompt" "second" --inference.max_new_tokens 64
 
 Exit code: 0 done; 3 predicted, but some records ended in an error; 1 refused or failed; 5 ended because another process
-of the job failed; 130 interrupted.
+of the job failed; 6 ended by the watchdog, because nothing moved; 130 interrupted.
 A mistake of the user is one line on stderr: an error whose innermost line is a `raise` of this package, which wrote its
 message for the user. What a library or a built-in raises, also when we call it directly, keeps its traceback.
 """
@@ -312,6 +312,8 @@ def leave(action: Callable[[], int]) -> NoReturn:
     """
     try:
         code = action()
+    except SystemExit:  # --help
+        raise
     except BaseException:
         traceback.print_exc()
         code = EXIT_FAILED

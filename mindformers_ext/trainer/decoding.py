@@ -59,6 +59,9 @@ _MODE_KEYS = ("do_sample", "num_beams", *SAMPLING_KEYS)
 _ALWAYS_SHOWN = ("do_sample", "num_beams")
 _SHOWN_IN_SAMPLING = ("temperature", "top_k", "top_p")
 
+# The origin of a seed that nobody gave.
+DRAWN_SEED = "drawn for this run"
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -117,7 +120,7 @@ def resolve_generation(
             values[name] = getattr(section, name)
             origins.setdefault(name, "default")
     if section.do_sample and section.seed is None:
-        values["seed"], origins["seed"] = fresh_seed(), "drawn for this run"
+        values["seed"], origins["seed"] = fresh_seed(), DRAWN_SEED
     listed = {name: stored_ids(name, stored, path) for name in SPECIAL_KEYS}
     file = path.name if path is not None else FILE
     eos, origins["eos_token_id"] = _eos(

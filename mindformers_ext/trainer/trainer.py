@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from numbers import Integral
 from typing import Any
 
@@ -14,7 +14,6 @@ from mindspore import nn
 from mindformers_ext.checkpoint import check_weights
 from mindformers_ext.config import InferenceSection, TrainConfig, load_config
 from mindformers_ext.generate import GenerationStats
-from mindformers_ext.generate.noise import fresh_seed
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import failing_together, require_same
@@ -31,6 +30,7 @@ from mindformers_ext.predict import (
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
 from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import build_causal_lm
+from mindformers_ext.trainer.decoding import DRAWN_SEED, Resolved
 from mindformers_ext.trainer.fingerprint import fingerprint, input_fingerprint
 from mindformers_ext.trainer.inference import (
     Watch,
@@ -211,16 +211,13 @@ class Trainer:
         resolved = resolve_generation(
             self.config.generation, options.max_new_tokens, self.tokenizer, folder, vocab_size, generation
         )
+        resolved = self._with_one_seed(resolved)
         logger.info("decoding: %s", resolved.describe())
         with self._starting("comparing the settings of all ranks"):
             self._require_same_run(options, field, resolved.describe())
         decoding = resolved.config
         if self.config.predict.suppress_unnamed_tokens:
             decoding = without_unnamed_tokens(decoding, self.tokenizer, vocab_size)
-        if decoding.do_sample and decoding.seed is None:
-            # Ranks that draw for themselves would choose different tokens.
-            decoding = decoding.updated(seed=self._context.world.all_gather_object(fresh_seed())[0])
-            logger.info("seed of sampling: %d", decoding.seed)
         with self._starting("loading the checkpoint"):
             self._load_inference_checkpoint()
         stats = GenerationStats()
@@ -296,6 +293,15 @@ class Trainer:
             forward_only=self.is_inference,
             layers_per_stage=parallelism.pipeline_parallel_layers_per_stage,
         )
+
+    def _with_one_seed(self, resolved: Resolved) -> Resolved:
+        """Ranks that each drew a seed for this run take that of the first: others would choose other tokens."""
+        drawn = resolved.origins.get("seed") == DRAWN_SEED
+        seeds = self._context.world.all_gather_object(resolved.config.seed if drawn else None)
+        if not drawn:
+            return resolved
+        first = next(seed for seed in seeds if seed is not None)
+        return replace(resolved, config=resolved.config.updated(seed=first))
 
     def _require_same_run(self, options: InferenceSection, field: str, decoding: str) -> None:
         """Refuses to start where ranks would read, batch or decode differently.
