@@ -19,7 +19,7 @@ NINE = [{"instruction": f"{'word ' * (1 + 2 * (index % 4))}{index} is", "id": in
 SEEDED = {"do_sample": True, "seed": 11, "top_k": 20}
 # name: family, parallelism, number of records, batch_size, generation
 RUNS = {
-    "nine-on-replicas": ("qwen3_moe", {"data_parallel_shard": 1}, 9, 2, {}),
+    "nine-on-replicas": ("qwen3_moe", {"data_parallel_shard": 1}, 9, 2, SEEDED),
     "one-on-replicas": ("qwen3_moe", {"data_parallel_shard": 1}, 1, 2, {}),
     "none-on-replicas": ("qwen3_moe", {"data_parallel_shard": 1}, 0, 2, {}),
     # With so many ids that end an answer, ranks that share parameters end at different steps.
@@ -28,7 +28,7 @@ RUNS = {
         {"data_parallel_shard": 4, "expert_parallel": 4},
         9,
         2,
-        {"eos_token_id": list(range(0, 320, 4))},
+        {"eos_token_id": list(range(0, 320, 4)), **SEEDED},
     ),
     "tied-on-stages": ("qwen3", {"data_parallel_shard": 1, "pipeline_parallel": 2}, 5, 2, SEEDED),
     "seeded-on-stages": ("qwen3", {"pipeline_parallel": 4}, 5, 2, SEEDED),
