@@ -3,7 +3,8 @@
     python run_mindformer.py --config predict.yaml --predict_data "first prompt" "second" --inference.max_new_tokens 64
 
 Exit code: 0 done; 3 predicted, but some records ended in an error; 4 a prediction was stopped and can be resumed with
-the same command; 1 refused or failed; 130 interrupted.
+the same command; 1 refused or failed; 5 ended because another process of the job failed; 6 ended by the watchdog,
+because nothing moved; 130 interrupted.
 A mistake of the user is one line on stderr: an error whose innermost line is a `raise` of this package, which wrote its
 message for the user. What a library or a built-in raises, also when we call it directly, keeps its traceback.
 """
@@ -18,6 +19,7 @@ import linecache
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +29,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_ERROR_RECORDS = 3
 EXIT_STOPPED = 4
+EXIT_PEER_FAILED = 5
 EXIT_INTERRUPTED = 130
 
 # Flags that set one key of the YAML.
@@ -101,7 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train a model, or predict with one, as a YAML says.",
         epilog="Any key of the YAML can be set: --section.key value or --section.key=value, the value in YAML's form, "
         "e.g. --inference.max_new_tokens 64. Relative paths are relative to the folder you call from. "
-        "Exit code: 0 done, 3 done with error records, 4 stopped and resumable, 1 refused or failed.",
+        "Exit code: 0 done, 3 done with error records, 4 stopped and resumable, 1 refused or failed, 5 ended because "
+        "another process failed, 6 ended because nothing moved.",
     )
 
     def add(flag: str, **options: Any) -> None:
@@ -300,7 +304,32 @@ def guarded(action: Callable[[], int]) -> int:
         if message is None:
             raise
         print(f"error: {message}", file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_PEER_FAILED if _is_of_a_peer(error) else EXIT_FAILED
+
+
+def _is_of_a_peer(error: Exception) -> bool:
+    from mindformers_ext.parallel.mesh import PeerError, PeerLostError
+
+    return isinstance(error, PeerError | PeerLostError)
+
+
+def leave(action: Callable[[], int]) -> NoReturn:
+    """Run `action` and end the process with the code that it returns.
+
+    MindSpore's own way out waits for the other processes of a job, so a process that failed leaves without it.
+    """
+    try:
+        code = action()
+    except SystemExit:  # --help
+        raise
+    except BaseException:
+        traceback.print_exc()
+        code = EXIT_FAILED
+    if code not in (EXIT_OK, EXIT_ERROR_RECORDS) and int(os.environ.get("MS_WORKER_NUM", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -310,4 +339,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

@@ -335,6 +335,8 @@ class PredictSection(Section):
     resume: bool | Literal["auto"] = "auto"
     on_error: Literal["record", "abort"] = "record"
     max_errors: Count | None = None
+    start_timeout: NonNegativeFloat = 1800.0
+    step_timeout: NonNegativeFloat = 600.0
 
 
 @dataclass(slots=True, kw_only=True)

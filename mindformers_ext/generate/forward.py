@@ -126,11 +126,14 @@ class BatchForward:
             self._live = np.arange(len(rows))
             self._padded = bool((self._mask == 0).any())
 
-    def close(self) -> None:
-        """Frees the cache, and lets processes that share parameters with this one come to their end."""
+    def finish(self) -> None:
+        """Lets processes that share parameters with this one come to their end."""
         if self._lockstep is not None:
             self._lockstep.finish()
         self._measure()
+
+    def close(self) -> None:
+        """Frees the cache."""
         if self._cache is not None:
             self._cache.clear()
 

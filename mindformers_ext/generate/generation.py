@@ -152,8 +152,11 @@ def generate_rows(
             )
             try:
                 if config.num_beams > 1:
-                    return search_beams(forward, rows, config, stopping, stats)
-                return choose_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
+                    answers = search_beams(forward, rows, config, stopping, stats)
+                else:
+                    answers = choose_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
+                forward.finish()
+                return answers
             finally:
                 forward.close()
                 stats.forwards += forward.num_forwards

@@ -2,7 +2,7 @@
 
 from mindformers_ext.predict.completion import Completion
 from mindformers_ext.predict.finished import FinishedRecords
-from mindformers_ext.predict.isolation import BatchError, described_fault, fault_of
+from mindformers_ext.predict.isolation import FAULTS_OF_RECORDS, BatchError, described_fault, fault_of
 from mindformers_ext.predict.job import OutputJob, open_job
 from mindformers_ext.predict.output_files import check_output
 from mindformers_ext.predict.records import Record, RecordError, input_file, normalize_input
@@ -12,6 +12,7 @@ from mindformers_ext.predict.summary import RunSummary, Timings, format_summary
 from mindformers_ext.predict.tokenizer import Tokenizer
 
 __all__ = [
+    "FAULTS_OF_RECORDS",
     "BatchError",
     "Completion",
     "FinishedRecords",

@@ -60,6 +60,9 @@ _MODE_KEYS = ("do_sample", "num_beams", *SAMPLING_KEYS)
 _ALWAYS_SHOWN = ("do_sample", "num_beams")
 _SHOWN_IN_SAMPLING = ("temperature", "top_k", "top_p")
 
+# The origin of a seed that nobody gave.
+DRAWN_SEED = "drawn for this run"
+
 
 @dataclass(frozen=True)
 class Resolved:

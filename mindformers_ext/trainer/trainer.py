@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from numbers import Integral
 from typing import Any, Literal
@@ -15,10 +16,9 @@ from mindformers_ext.config import InferenceSection, TrainConfig, load_config
 from mindformers_ext.generate import GenerationConfig, GenerationStats
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
-from mindformers_ext.parallel.agreement import require_same
+from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
 from mindformers_ext.predict import (
-    JobStoppedError,
     Record,
     RunSummary,
     Tokenizer,
@@ -44,6 +44,7 @@ from mindformers_ext.trainer.fingerprint import fingerprint, input_fingerprint
 from mindformers_ext.trainer.identity import run_identity, unrepeatable
 from mindformers_ext.trainer.inference import (
     Resolved,
+    Watch,
     build_inference_tokenizer,
     configure_inference,
     generate_from_records,
@@ -62,6 +63,7 @@ from mindformers_ext.trainer.report import RunMeter
 from mindformers_ext.trainer.setup import TrainingRun, build_training_run
 from mindformers_ext.trainer.train_state import TrainerState
 from mindformers_ext.trainer.training import LossFunction, train_loop
+from mindformers_ext.trainer.watchdog import Watchdog
 
 
 class Trainer:
@@ -129,14 +131,12 @@ class Trainer:
             _check_files(self.config)
         else:
             self.tokenizer = training_tokenizer(self.config)
-        model_config = None
-        if model is None:
-            model_config = (configure_inference if self.is_inference else resolve_model_config)(self.config)
-            if self.is_inference:
-                check_weights(self.config.checkpoint.load_path, weight_layout(model_config))
+        model_config = _checked_model_config(self.config) if model is None else None
         setup_runtime(seed=training.seed, deterministic=training.deterministic)
-        self._context = _joined_job(dims, self.config)
-        self.model = self._apply_parallelism(model, model_config)
+        self._watchdog = Watchdog(rank(), dims.world_size)
+        with self._watchdog.phase("joining the job and building the model", *self._limit("start_timeout")):
+            self._context = _joined_job(dims, self.config)
+            self.model = self._apply_parallelism(model, model_config)
         self.state = TrainerState(max_steps=training.steps)
         self._run: TrainingRun | None = None
         if not self.is_inference:
@@ -229,7 +229,8 @@ class Trainer:
         vocab_size = getattr(self._model_config, "vocab_size", self.tokenizer.vocab_size)
         resolved = self._resolve_decoding(options, vocab_size, generation)
         logger.info("decoding: %s", resolved.describe())
-        self._require_same_run(options, field, resolved.describe())
+        with self._starting("comparing the settings of all ranks"):
+            self._require_same_run(options, field, resolved.describe())
         drawn = resolved.seed_is_drawn
         job = open_batch_job(
             self._context,
@@ -267,33 +268,31 @@ class Trainer:
         predict = self.config.predict
         stats, latencies = GenerationStats(), Latencies()
         meter = RunMeter(self.model, self._context)
-        try:
-            result = generate_from_records(
-                self.model,
-                self.tokenizer,
-                records,
-                decoding,
-                stats,
-                writer=job.writer,
-                context=self._context,
-                batch_size=options.batch_size,
-                latencies=latencies,
-                total=estimate_total(options.input_data) if rank() == 0 else None,
-                step_check=job.step_check,
-                max_length=getattr(self._model_config, "seq_length", None),
-                vocab_size=vocab_size,
-                skip_special_tokens=predict.skip_special_tokens,
-                progress=predict.progress and rank() == 0,
-                collect=collect,
-                finished=job.finished,
-                num_errors=job.num_errors,
-                on_error=predict.on_error,
-                max_errors=predict.max_errors,
-                prepare=self._load_inference_checkpoint,
-                agree=job.agree,
-            )
-        except ConnectionError as error:
-            raise JobStoppedError(str(error)) from error
+        result = generate_from_records(
+            self.model,
+            self.tokenizer,
+            records,
+            decoding,
+            stats,
+            writer=job.writer,
+            context=self._context,
+            watch=self._watched(stats),
+            batch_size=options.batch_size,
+            latencies=latencies,
+            total=estimate_total(options.input_data) if rank() == 0 else None,
+            step_check=job.step_check,
+            max_length=getattr(self._model_config, "seq_length", None),
+            vocab_size=vocab_size,
+            skip_special_tokens=predict.skip_special_tokens,
+            progress=predict.progress and rank() == 0,
+            collect=collect,
+            finished=job.finished,
+            num_errors=job.num_errors,
+            on_error=predict.on_error,
+            max_errors=predict.max_errors,
+            prepare=self._load_inference_checkpoint,
+            agree=job.agree,
+        )
         self.last_summary, outputs = job.publish(result, collect)
         self.last_summary.seed = decoding.seed
         reports = meter.reports(stats)
@@ -317,10 +316,11 @@ class Trainer:
         resolved = resolve_generation(
             self.config.generation, options.max_new_tokens, self.tokenizer, folder, vocab_size, arguments
         )
+        # Ranks that draw for themselves would choose other tokens; all of them ask, whatever their options are.
+        drawn = self._context.world.all_gather_object(resolved.config.seed if resolved.seed_is_drawn else None)
         if not resolved.seed_is_drawn:
             return resolved
-        # Ranks that draw for themselves would choose different tokens.
-        seed = self._context.world.all_gather_object(resolved.config.seed)[0]
+        seed = next(seed for seed in drawn if seed is not None)
         return replace(resolved, config=resolved.config.updated(seed=seed))
 
     def _identity(self, options: InferenceSection, field: str, resolved: Resolved) -> dict[str, Any]:
@@ -361,6 +361,29 @@ class Trainer:
         """The degrees of the job, and how many parts of a batch a pipeline has on its way."""
         runtime = getattr(self.model, "runtime", None)
         return asdict(self._context.dims) | {"micro_batches": 1 if runtime is None else runtime.micro_batch_num}
+
+    def _limit(self, key: str) -> tuple[float, str]:
+        """A limit of the watchdog, and its name; training is not watched."""
+        return getattr(self.config.predict, key) if self.is_inference else 0.0, f"predict.{key}"
+
+    def _starting(self, name: str) -> AbstractContextManager[None]:
+        """Watches a step before the first batch."""
+        world = self._context.world
+        return self._watchdog.phase(name, *self._limit("start_timeout"), waiting_for=lambda: world.waiting_for)
+
+    def _watched(self, stats: GenerationStats) -> Watch:
+        """Returns what watches the answering of a batch of these records, the first one with more patience."""
+
+        def watch(records: Sequence[int]) -> AbstractContextManager[None]:
+            world, self._watchdog.records = self._context.world, records
+            return self._watchdog.phase(
+                "answering",
+                *self._limit("step_timeout" if stats.steps else "start_timeout"),
+                progress=lambda: (stats.steps, world.traffic.finished),
+                waiting_for=lambda: world.waiting_for,
+            )
+
+        return watch
 
     def _apply_parallelism(self, model: nn.Cell | None, model_config: TransformerConfig | None) -> nn.Cell:
         """Spreads the model over the job's processes, the same way for training and prediction.
@@ -423,8 +446,18 @@ class Trainer:
         """Fills the model from ``checkpoint.load_path``, once."""
         if self._weights_loaded:
             return
-        load_model_weights(self.model, self.config.checkpoint.load_path)
+        with self._starting("loading the checkpoint"), failing_together(self._context):
+            load_model_weights(self.model, self.config.checkpoint.load_path)
         self._weights_loaded = True
+
+
+def _checked_model_config(config: TrainConfig) -> TransformerConfig:
+    """The model that the configuration describes; in prediction, the weights fit it."""
+    if config.run_mode != "predict":
+        return resolve_model_config(config)
+    model_config = configure_inference(config)
+    check_weights(config.checkpoint.load_path, weight_layout(model_config))
+    return model_config
 
 
 def _joined_job(dims: ParallelDims, config: TrainConfig) -> ParallelContext:
