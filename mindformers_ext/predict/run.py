@@ -133,7 +133,7 @@ def _tokenize(
     if record.prompt is None:
         return _Job(record, [], record.error or RecordError("schema", "the record has no prompt"))
     try:
-        ids = tokenizer.encode(record.prompt)
+        ids = tokenizer.encode(record.prompt, record.add_special_tokens)
     except Exception as error:  # whatever one text does to the tokenizer must not end the run
         return _Job(record, [], RecordError("tokenize", _sentence(error)))
     if not ids:

@@ -31,11 +31,13 @@ class Tokenizer:
 
         Args:
             backend: the pipeline; ids and texts are exactly what it gives.
-            named_tokens: content of "bos_token", "eos_token", "pad_token" ..., each in the vocabulary of `backend`.
+            named_tokens: content of "bos_token", "eos_token", "pad_token" ..., each in the vocabulary of `backend`;
+                kept as the attribute of that name.
         """
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
+        self.named_tokens = dict(named_tokens or {})
         self._named_ids = {name: backend.token_to_id(content) for name, content in (named_tokens or {}).items()}
         self._size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 

@@ -20,6 +20,7 @@ from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
 from mindformers_ext.predict import (
+    PromptTemplates,
     RunSummary,
     Timings,
     Tokenizer,
@@ -27,6 +28,8 @@ from mindformers_ext.predict import (
     format_summary,
     normalize_input,
     open_writer,
+    reads_stdin,
+    record_count,
 )
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
 from mindformers_ext.trainer.callbacks import TrainerCallback
@@ -42,6 +45,7 @@ from mindformers_ext.trainer.inference import (
 from mindformers_ext.trainer.model import (
     checkpoint_model_files,
     load_model_weights,
+    prompt_templates,
     protected_files,
     resolve_model_config,
     training_tokenizer,
@@ -113,7 +117,7 @@ class Trainer:
         self.tokenizer: Tokenizer | None
         if self.is_inference:
             self.tokenizer = build_inference_tokenizer(self.config)
-            _check_files(self.config)
+            _check_files(self.config, self.tokenizer)
         else:
             self.tokenizer = training_tokenizer(self.config)
         model_config = None
@@ -177,8 +181,9 @@ class Trainer:
         """Answers prompts and writes one row for each input record, in input order.
 
         Args:
-            input_data: a prompt, a file (``.jsonl``, ``.json``, or text with a prompt a line), a dict, a list of dicts
-                or of strings; None takes ``inference.input_data``.
+            input_data: a prompt, a file (``.jsonl``, ``.json``, or text with a prompt a line), several as
+                ``{"files": [...]}``, ``-`` for standard input, a dict, a list of dicts or of strings; None takes
+                ``inference.input_data``.
             max_new_tokens: None takes ``inference.max_new_tokens``.
             output: ``.jsonl``, ``.json``, ``.txt`` or a name without suffix; None takes ``inference.output``; an empty
                 string, or None without an ``inference`` section, writes no file.
@@ -201,9 +206,11 @@ class Trainer:
         field = self.config.predict.dataset_field if dataset_field is None else dataset_field
         if options.output:
             check_output(options.output, options.input_data, protected_files(self.config))
-        records = normalize_input(options.input_data, field)
         if self.tokenizer is None:
             raise ValueError("inference() needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
+        _refuse_shared_stdin(options.input_data)
+        templates = prompt_templates(self.config, self.tokenizer)
+        records = normalize_input(options.input_data, field, templates.prompt_maker(field))
         self._validate_pp_inference()
         model_config = getattr(self.model, "config", None)
         vocab_size = getattr(model_config, "vocab_size", self.tokenizer.vocab_size)
@@ -212,7 +219,7 @@ class Trainer:
             self.config.generation, options.max_new_tokens, self.tokenizer, folder, vocab_size, generation
         )
         logger.info("decoding: %s", resolved.describe())
-        self._require_same_run(options, field, resolved.describe())
+        self._require_same_run(options, field, resolved.describe(), templates)
         decoding = resolved.config
         if self.config.predict.suppress_unnamed_tokens:
             decoding = without_unnamed_tokens(decoding, self.tokenizer, vocab_size)
@@ -237,6 +244,7 @@ class Trainer:
                 vocab_size=vocab_size,
                 skip_special_tokens=self.config.predict.skip_special_tokens,
                 progress=self.config.predict.progress and rank() == 0,
+                total=record_count(options.input_data),
                 collect=collect,
             )
         self.last_summary = result.summary
@@ -271,7 +279,9 @@ class Trainer:
             layers_per_stage=parallelism.pipeline_parallel_layers_per_stage,
         )
 
-    def _require_same_run(self, options: InferenceSection, field: str, decoding: str) -> None:
+    def _require_same_run(
+        self, options: InferenceSection, field: str, decoding: str, templates: PromptTemplates
+    ) -> None:
         """Refuses to start where ranks would read, batch or decode differently.
 
         Raises:
@@ -283,6 +293,7 @@ class Trainer:
             "batch_size": options.batch_size,
             "the input": input_fingerprint(options.input_data),
             "dataset_field": field,
+            "the templates": fingerprint(templates.identity()),
             "the options of decoding": decoding,
         }
         require_same(self._context, compared)
@@ -355,9 +366,16 @@ def _count(name: str, value: Any) -> int:
     return int(value)
 
 
-def _check_files(config: TrainConfig) -> None:
-    """Finds mistakes in paths before the model is built."""
+def _check_files(config: TrainConfig, tokenizer: Tokenizer) -> None:
+    """Finds mistakes in paths and templates before the model is built."""
     section = config.inference or InferenceSection()
     check_output(section.output, section.input_data, protected_files(config))
+    prompt_templates(config, tokenizer).prompt_maker(config.predict.dataset_field)
     if section.input_data is not None:
+        _refuse_shared_stdin(section.input_data)
         normalize_input(section.input_data)
+
+
+def _refuse_shared_stdin(input_data: Any) -> None:
+    if reads_stdin(input_data) and world_size() > 1:
+        raise ValueError("input_data '-': standard input belongs to one process; give the ranks of a job a file")
