@@ -50,7 +50,9 @@ def split_elements(file: BinaryIO, limit: int) -> Iterator[Element]:
             continue
         yield from scanner.scan(chunk)
         if scanner.closed:
-            if scanner.rest.strip(_SPACE) or any(chunk.strip(_SPACE) for chunk in iter(lambda: file.read(CHUNK_BYTES), b"")):
+            if scanner.rest.strip(_SPACE) or any(
+                chunk.strip(_SPACE) for chunk in iter(lambda: file.read(CHUNK_BYTES), b"")
+            ):
                 yield Fault("there is more text after the end of the array")
             return
     if is_array:

@@ -125,7 +125,9 @@ def read_templates(
         is_text = any(mark in prompt_template for mark in _MARKS)
         prompt = prompt_template if is_text else _read_text(Path(prompt_template), "predict.prompt_template")
         if not any(mark in prompt for mark in _MARKS):
-            raise ValueError(f"predict.prompt_template: {prompt_template!r} has no {{{{ field }}}}; every prompt is equal")
+            raise ValueError(
+                f"predict.prompt_template: {prompt_template!r} has no {{{{ field }}}}; every prompt is equal"
+            )
     if chat_template == _FROM_FOLDER:
         chat = _chat_template_of(folder)
     elif chat_template != _NO_CHAT:

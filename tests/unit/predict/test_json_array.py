@@ -23,7 +23,11 @@ def messages(data):
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(st.characters()) | st.sampled_from(['"', "\\", "[,]", "{", "\\u"]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(st.characters())
+    | st.sampled_from(['"', "\\", "[,]", "{", "\\u"]),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=12,
 )
@@ -44,7 +48,9 @@ def test_any_array_is_cut_into_its_elements_wherever_the_chunks_end(elements, si
 def test_a_broken_element_costs_no_other_one(elements, data):
     texts = [json.dumps(element).encode() for element in elements]
     place = data.draw(st.integers(0, len(texts)))
-    broken = data.draw(st.sampled_from([b"{]}", b"nul", b'{"a" 1}', b"\xff\xfe", b"}", b"{}{}", b"1 2", b'"\\x"', b"NaN"]))
+    broken = data.draw(
+        st.sampled_from([b"{]}", b"nul", b'{"a" 1}', b"\xff\xfe", b"}", b"{}{}", b"1 2", b'"\\x"', b"NaN"])
+    )
     found = split(b"[" + b",".join([*texts[:place], broken, *texts[place:]]) + b"]")
     assert found == [*texts[:place], broken, *texts[place:]]
 

@@ -197,7 +197,9 @@ def test_json_file_elements(tmp_path):
         assert "in.json: element 0" in record.error.message and word in record.error.message
 
 
-@pytest.mark.parametrize(("data", "count"), [(["a", "b"], 2), ("a", 1), ({"x": 1}, 1), ([], 0), ("-", None), (None, None)])
+@pytest.mark.parametrize(
+    ("data", "count"), [(["a", "b"], 2), ("a", 1), ({"x": 1}, 1), ([], 0), ("-", None), (None, None)]
+)
 def test_records_are_counted_where_nothing_has_to_be_read(tmp_path, data, count):
     assert record_count(data) == count
     (tmp_path / "in.txt").write_text("a")
