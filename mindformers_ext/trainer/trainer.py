@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from numbers import Integral
@@ -21,6 +21,7 @@ from mindformers_ext.parallel.agreement import require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
 from mindformers_ext.predict import (
     PromptTemplates,
+    Record,
     RunSummary,
     Timings,
     Tokenizer,
@@ -208,9 +209,7 @@ class Trainer:
             check_output(options.output, options.input_data, protected_files(self.config))
         if self.tokenizer is None:
             raise ValueError("inference() needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
-        _refuse_shared_stdin(options.input_data)
-        templates = prompt_templates(self.config, self.tokenizer)
-        records = normalize_input(options.input_data, field, templates.prompt_maker(field))
+        records, templates = _open_input(self.config, self.tokenizer, options.input_data, field)
         self._validate_pp_inference()
         model_config = getattr(self.model, "config", None)
         vocab_size = getattr(model_config, "vocab_size", self.tokenizer.vocab_size)
@@ -370,12 +369,15 @@ def _check_files(config: TrainConfig, tokenizer: Tokenizer) -> None:
     """Finds mistakes in paths and templates before the model is built."""
     section = config.inference or InferenceSection()
     check_output(section.output, section.input_data, protected_files(config))
-    prompt_templates(config, tokenizer).prompt_maker(config.predict.dataset_field)
-    if section.input_data is not None:
-        _refuse_shared_stdin(section.input_data)
-        normalize_input(section.input_data)
+    # Records in memory, of which there are none, where they are an argument of inference().
+    _open_input(config, tokenizer, section.input_data or [], config.predict.dataset_field)
 
 
-def _refuse_shared_stdin(input_data: Any) -> None:
+def _open_input(
+    config: TrainConfig, tokenizer: Tokenizer, input_data: Any, field: str
+) -> tuple[Iterator[Record], PromptTemplates]:
+    """Returns the records, of which none is read yet, and the templates that make their prompts."""
     if reads_stdin(input_data) and world_size() > 1:
         raise ValueError("input_data '-': standard input belongs to one process; give the ranks of a job a file")
+    templates = prompt_templates(config, tokenizer)
+    return normalize_input(input_data, field, templates.prompt_maker(field)), templates
