@@ -196,13 +196,15 @@ class _Worker:
     """The process that renders; it ends with this object, or when this process does."""
 
     def __init__(self, templates: PromptTemplates) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        paths = [os.path.abspath(path) for path in sys.path if path]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mindformers_ext.predict.template_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a traceback would show prompts
-            env=environment,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            # Python looks for modules where it starts; the folder of the caller may be that of a model.
+            cwd=Path(__file__).parents[2],
             start_new_session=True,  # Ctrl-C is for this process, which may want to finish its batch
         )
         self._end = weakref.finalize(self, _end, self._process)

@@ -109,7 +109,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(*arguments, stdin=""):
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    # A relative entry would make the folder of the test one that Python imports from.
+    given = filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = os.pathsep.join([str(ROOT), *given])
     return subprocess.run(
         [sys.executable, str(ROOT / "run_mindformer.py"), *arguments],
         env={**os.environ, "PYTHONPATH": paths},
@@ -121,9 +123,10 @@ def run(*arguments, stdin=""):
     )
 
 
-def test_code_that_a_checkpoint_brings_along_is_never_imported(folder):
+def test_code_that_a_checkpoint_brings_along_is_never_imported(folder, monkeypatch):
     code = f"import os; os.mkdir({str(folder / 'exploded')!r})\n"
-    for name in ("modeling_x.py", "configuration_x.py", "tokenization_x.py", "__init__.py", "sitecustomize.py"):
+    names = ("modeling_x.py", "configuration_x.py", "tokenization_x.py", "__init__.py", "sitecustomize.py", "jinja2.py")
+    for name in (*names, "resource.py", "json.py", "mindformers_ext.py"):
         (folder / "model" / name).write_text(code)
     auto_map = {
         "AutoConfig": "configuration_x.X",
@@ -132,10 +135,13 @@ def test_code_that_a_checkpoint_brings_along_is_never_imported(folder):
     }
     change(folder / "model" / "config.json", auto_map=auto_map, trust_remote_code=True)
     change(folder / "model" / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_x.X", None]})
-    (folder / "run.yaml").write_text(
-        "run_mode: predict\ncheckpoint: {load_path: model}\ninference: {input_data: [a], max_new_tokens: 1}\n"
+    (folder / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    monkeypatch.chdir(folder / "model")
+    pathlib.Path("../run.yaml").write_text(
+        "run_mode: predict\ncheckpoint: {load_path: ../model}\npredict: {chat_template: auto}\n"
+        "inference: {input_data: [a], max_new_tokens: 1, output: ../result.jsonl}\n"
     )
-    result = run("--config", "run.yaml")
+    result = run("--config", "../run.yaml")
     assert result.returncode == 0, result.stderr
     assert not (folder / "exploded").exists()
 

@@ -127,6 +127,14 @@ def test_a_line_beyond_the_limit_is_skipped_as_one_record(tmp_path, monkeypatch)
     assert {record.error.type for record in result if record.error} == {"parse"}
 
 
+def test_a_line_of_ten_megabytes_is_a_record_like_any_other(tmp_path):
+    text = "\u20ac\\" * 2_500_000
+    line = json.dumps({"instruction": text}, ensure_ascii=False).encode()
+    assert len(line) > 10_000_000
+    assert [record.prompt for record in read(tmp_path, line + b"\n" + line)] == [text, text]
+    assert [record.prompt for record in read(tmp_path, b"[" + line + b"," + line + b"]", "in.json")] == [text, text]
+
+
 def test_a_file_is_read_only_as_far_as_it_is_needed(tmp_path):
     path = tmp_path / "in.txt"
     path.write_text("line\n" * 100_000)

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mindformers_ext.predict import check_output, input_files, normalize_input
 from mindformers_ext.trainer.fingerprint import input_fingerprint
@@ -135,6 +137,26 @@ def test_a_damaged_byte_or_a_file_that_is_not_compressed_is_one_error(folder):
     assert prompts("x.jsonl.gz") == ["a", None] and "CRC" in errors("x.jsonl.gz")[0]
     Path("x.jsonl.gz").write_bytes(jsonl("a"))
     assert prompts("x.jsonl.gz") == [None] and "Not a gzipped file" in errors("x.jsonl.gz")[0]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.binary(max_size=60) | st.tuples(st.integers(0, 400), st.integers(1, 255)),
+    st.sampled_from(["jsonl", "txt", "json"]),
+)
+def test_any_damage_of_a_compressed_file_gives_records_and_error_records(tmp_path, damage, suffix):
+    data = damage
+    if isinstance(damage, tuple):
+        whole = bytearray(gzip.compress(b"[" + b",".join([b'"abc"'] * 50) + b"]\n" + jsonl("a", "b"), mtime=0))
+        whole[damage[0] % len(whole)] ^= damage[1]
+        data = bytes(whole)
+    path = tmp_path / f"x.{suffix}.gz"
+    path.write_bytes(data)
+    found = list(normalize_input(str(path)))
+    assert [record.index for record in found] == list(range(len(found)))
+    assert all((record.prompt is None) != (record.error is None) for record in found)
+    if not data.startswith(b"\x1f\x8b"):
+        assert len(found) == 1 and "damaged" in found[0].error.message
 
 
 def test_a_small_file_that_unpacks_to_a_huge_line_needs_little_memory(folder, monkeypatch):
