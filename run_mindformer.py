@@ -119,7 +119,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--predict_data",
         nargs="+",
         metavar="DATA",
-        help="a prompt, several prompts, or one .jsonl, .json or .txt file; overrides inference.input_data",
+        help="a prompt, several prompts, one .jsonl, .json or .txt file (.gz too), a quoted pattern of files, or - for "
+        "lines of JSON on standard input; overrides inference.input_data",
     )
     add("--predict_batch_size", type=int, metavar="N", help="prompts decoded together; overrides inference.batch_size")
     add("--output", metavar="FILE", help="result file, .jsonl, .json or .txt; overrides inference.output")
@@ -278,7 +279,7 @@ def user_message(error: Exception) -> str | None:
     """The sentence for a mistake of the user, on one line; None for anything that deserves a traceback."""
     if isinstance(error, ModuleNotFoundError):
         name = (error.name or "").split(".")[0]
-        if name not in ("mindspore", "numpy", "yaml", "safetensors", "tokenizers", "tqdm"):
+        if name not in ("mindspore", "numpy", "yaml", "safetensors", "tokenizers", "jinja2", "tqdm"):
             return None
         return f"{sys.executable} has no package {name!r}: activate the environment, or install with pip install -e ."
     if isinstance(error, OSError) and error.strerror:

@@ -328,6 +328,8 @@ class PredictSection(Section):
 
     task: Literal["generate"] = "generate"
     dataset_field: Name = "instruction"
+    prompt_template: Name | None = None
+    chat_template: Name = "none"
     skip_special_tokens: bool = True
     suppress_unnamed_tokens: bool = False
     progress: bool = True

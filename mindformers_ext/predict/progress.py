@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -12,13 +11,16 @@ from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from mindformers_ext.predict.records import input_file
+from mindformers_ext.predict.records import record_count
+from mindformers_ext.predict.sources import input_files
 from mindformers_ext.predict.summary import RunSummary
 
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 30.0
 _BLOCK = 1 << 20
+# The other forms of input have no records that could be counted by looking for ends of lines.
+_COUNTED = (".jsonl", ".txt")
 
 
 class Progress:
@@ -82,14 +84,16 @@ class Progress:
 
 
 def estimate_total(input_data: Any) -> int | None:
-    """Returns about how many records an input has: of a file its lines; None where only reading it would tell."""
-    if isinstance(input_data, list | tuple):
-        return len(input_data)
-    path = input_file(input_data)
-    if path is None:
-        return 1
-    if os.path.splitext(path)[1].lower() == ".json":
+    """Returns about how many records an input has: of files their lines; None where only reading it would tell."""
+    files = input_files(input_data)
+    if files is None:
+        return record_count(input_data)
+    if any(not path.lower().endswith(_COUNTED) for path in files.paths):
         return None
+    return sum(map(_count_lines, files.paths))
+
+
+def _count_lines(path: str) -> int:
     lines, last = 0, b""
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):

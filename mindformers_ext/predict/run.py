@@ -144,7 +144,7 @@ def _tokenize(
     if record.prompt is None:
         return failed(record.error or RecordError("schema", "the record has no prompt"))
     try:
-        ids = tokenizer.encode(record.prompt)
+        ids = tokenizer.encode(record.prompt, record.add_special_tokens)
     except Exception as error:  # whatever one text does to the tokenizer must not end the run
         return failed(RecordError("tokenize", sentence(error)))
     if not ids:

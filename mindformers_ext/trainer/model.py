@@ -9,7 +9,7 @@ from typing import Any
 from mindformers_ext.checkpoint import load_weights, model_files_folder, read_model_json
 from mindformers_ext.config import TrainConfig
 from mindformers_ext.models import TransformerConfig, transformer_config
-from mindformers_ext.predict import Tokenizer
+from mindformers_ext.predict import PromptTemplates, Tokenizer, read_templates
 from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.mtp import without_mtp_layers
 
@@ -84,6 +84,18 @@ def training_tokenizer(config: TrainConfig) -> Tokenizer | None:
     """
     folder = tokenizer_folder(config)
     return None if folder is None else Tokenizer.from_folder(folder)
+
+
+def prompt_templates(config: TrainConfig, tokenizer: Tokenizer) -> PromptTemplates:
+    """Reads the templates of ``predict``; those of the model lie beside its tokenizer.
+
+    Raises:
+        FileNotFoundError: a template's file does not exist.
+        ValueError: there is no such template, or it cannot be one.
+    """
+    section = config.predict
+    folder = checkpoint_model_files(config) if config.run_mode == "predict" else tokenizer_folder(config)
+    return read_templates(section.prompt_template, section.chat_template, folder, tokenizer.named_tokens)
 
 
 def protected_files(config: TrainConfig) -> dict[str, str]:

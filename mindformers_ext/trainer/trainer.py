@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from numbers import Integral
@@ -19,11 +19,13 @@ from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
 from mindformers_ext.predict import (
+    PromptTemplates,
     Record,
     RunSummary,
     Tokenizer,
     format_summary,
     normalize_input,
+    reads_stdin,
 )
 from mindformers_ext.predict.metrics import (
     Latencies,
@@ -54,6 +56,7 @@ from mindformers_ext.trainer.inference import (
 from mindformers_ext.trainer.model import (
     checkpoint_model_files,
     load_model_weights,
+    prompt_templates,
     protected_files,
     resolve_model_config,
     tokenizer_folder,
@@ -128,7 +131,7 @@ class Trainer:
         self.tokenizer: Tokenizer | None
         if self.is_inference:
             self.tokenizer = build_inference_tokenizer(self.config)
-            _check_files(self.config)
+            _check_files(self.config, self.tokenizer)
         else:
             self.tokenizer = training_tokenizer(self.config)
         model_config = _checked_model_config(self.config) if model is None else None
@@ -194,8 +197,9 @@ class Trainer:
         are finished. A run that was stopped goes on from its journal, and a complete output is left as it is.
 
         Args:
-            input_data: a prompt, a file (``.jsonl``, ``.json``, or text with a prompt a line), a dict, a list of dicts
-                or of strings; None takes ``inference.input_data``.
+            input_data: a prompt, a file (``.jsonl``, ``.json``, or text with a prompt a line), several as
+                ``{"files": [...]}``, ``-`` for standard input, a dict, a list of dicts or of strings; None takes
+                ``inference.input_data``.
             max_new_tokens: None takes ``inference.max_new_tokens``.
             output: ``.jsonl``, ``.json``, ``.txt`` or a name without suffix; None takes ``inference.output``; an empty
                 string, or None without an ``inference`` section, writes no file.
@@ -222,20 +226,20 @@ class Trainer:
         if options.output:
             metrics_file = self.config.predict.metrics_file
             check_outputs(options.output, options.input_data, protected_files(self.config), metrics_file)
-        records = normalize_input(options.input_data, field)
         if self.tokenizer is None:
             raise ValueError("inference() needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
+        records, templates = _open_input(self.config, self.tokenizer, options.input_data, field)
         self._validate_pp_inference()
         vocab_size = getattr(self._model_config, "vocab_size", self.tokenizer.vocab_size)
         resolved = self._resolve_decoding(options, vocab_size, generation)
         logger.info("decoding: %s", resolved.describe())
         with self._starting("comparing the settings of all ranks"):
-            self._require_same_run(options, field, resolved.describe())
+            self._require_same_run(options, field, resolved.describe(), templates)
         drawn = resolved.seed_is_drawn
         job = open_batch_job(
             self._context,
             options.output,
-            lambda: self._identity(options, field, resolved),
+            lambda: self._identity(options, field, resolved, templates),
             {"seed": resolved.config.seed} if drawn else {},
             self.config.predict.resume if resume is None else resume,
             repeatable=not drawn,
@@ -323,7 +327,9 @@ class Trainer:
         seed = next(seed for seed in drawn if seed is not None)
         return replace(resolved, config=resolved.config.updated(seed=seed))
 
-    def _identity(self, options: InferenceSection, field: str, resolved: Resolved) -> dict[str, Any]:
+    def _identity(
+        self, options: InferenceSection, field: str, resolved: Resolved, templates: PromptTemplates
+    ) -> dict[str, Any]:
         """What the rows of a run depend on. Weights that no file has are like no others."""
         stored = self.is_inference and not self._own_model
         weights = weights_digest(self.config.checkpoint.load_path) if stored else unrepeatable("weights in memory")
@@ -333,6 +339,7 @@ class Trainer:
             resolved.seed_is_drawn,
             options.input_data,
             field,
+            templates.identity(),
             self._model_config,
             weights,
             tokenizer_folder(self.config),
@@ -409,7 +416,9 @@ class Trainer:
             layers_per_stage=parallelism.pipeline_parallel_layers_per_stage,
         )
 
-    def _require_same_run(self, options: InferenceSection, field: str, decoding: str) -> None:
+    def _require_same_run(
+        self, options: InferenceSection, field: str, decoding: str, templates: PromptTemplates
+    ) -> None:
         """Refuses to start where ranks would read, batch or decode differently.
 
         Raises:
@@ -421,6 +430,7 @@ class Trainer:
             "batch_size": options.batch_size,
             "the input": input_fingerprint(options.input_data),
             "dataset_field": field,
+            "the templates": fingerprint(templates.identity()),
             "the options of decoding": decoding,
         }
         require_same(self._context, compared)
@@ -503,9 +513,19 @@ def _count(name: str, value: Any) -> int:
     return int(value)
 
 
-def _check_files(config: TrainConfig) -> None:
-    """Finds mistakes in paths before the model is built."""
+def _check_files(config: TrainConfig, tokenizer: Tokenizer) -> None:
+    """Finds mistakes in paths and templates before the model is built."""
     section = config.inference or InferenceSection()
     check_outputs(section.output, section.input_data, protected_files(config), config.predict.metrics_file)
-    if section.input_data is not None:
-        normalize_input(section.input_data)
+    # Records in memory, of which there are none, where they are an argument of inference().
+    _open_input(config, tokenizer, section.input_data or [], config.predict.dataset_field)
+
+
+def _open_input(
+    config: TrainConfig, tokenizer: Tokenizer, input_data: Any, field: str
+) -> tuple[Iterator[Record], PromptTemplates]:
+    """Returns the records, of which none is read yet, and the templates that make their prompts."""
+    if reads_stdin(input_data) and world_size() > 1:
+        raise ValueError("input_data '-': standard input belongs to one process; give the ranks of a job a file")
+    templates = prompt_templates(config, tokenizer)
+    return normalize_input(input_data, field, templates.prompt_maker(field)), templates
