@@ -1,10 +1,12 @@
 """Checkpoints on disk: HuggingFace and MindFormers folders, read, checked and written. Never imports mindspore."""
 
+from mindformers_ext.checkpoint.distributed import Part, save_distributed
 from mindformers_ext.checkpoint.errors import CheckpointError
 from mindformers_ext.checkpoint.files import read_model_json
 from mindformers_ext.checkpoint.huggingface import save_hf_checkpoint, write_model_files
 from mindformers_ext.checkpoint.load import (
     CheckReport,
+    LoadReport,
     WeightReader,
     check_weights,
     load_weights,
@@ -17,7 +19,9 @@ from mindformers_ext.checkpoint.save import check_no_other_run, check_save_path,
 __all__ = [
     "CheckReport",
     "CheckpointError",
+    "LoadReport",
     "Location",
+    "Part",
     "TensorReader",
     "TrainingState",
     "WeightReader",
@@ -31,6 +35,7 @@ __all__ = [
     "open_weights",
     "read_model_json",
     "save_checkpoint",
+    "save_distributed",
     "save_hf_checkpoint",
     "write_model_files",
 ]
