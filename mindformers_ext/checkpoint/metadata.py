@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,6 @@ class StoredPiece:
     box: Box
     files: tuple[str, ...]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor in the files."""
-        return tuple(end - begin for begin, end in self.box)
-
 
 @dataclass(frozen=True)
 class CutTensor:
@@ -57,12 +53,14 @@ class CutTensor:
         name: of the tensor, and of its piece in every file.
         dtype: safetensors' name of the type.
         shape: of the whole.
+        piece_shape: of every piece.
         pieces: the pieces.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    piece_shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
 
     @property
@@ -170,42 +168,67 @@ def _cut_tensor(name: str, entry: Mapping[str, Any], stored: Mapping[str, Any]) 
     places = [place for offset in chunks for place in stored.get(_storage_key(name, offset), ())]
     layout = entry["layout"]
     if layout is None:
-        files = dict.fromkeys(str(place["file_name"]) for place in places)
-        boxes = {tuple((0, length) for length in shape): files}
+        boxes: dict[Box, dict[str, None]] = {tuple((0, length) for length in shape): dict.fromkeys(_names(places))}
     else:
         boxes = _boxes_of_layout(name, shape, layout, places)
     lost = next((box for box, files in boxes.items() if not files), None)
     if lost is not None:
-        raise CheckpointError(f"no file holds {_shown(lost)} of {name} {list(shape)}")
-    pieces = tuple(StoredPiece(box, tuple(files)) for box, files in boxes.items())
-    _check_cover(name, shape, pieces)
-    cut = {piece.shape for piece in pieces}
-    if cut != set(chunks.values()):
-        said = listed(str(list(one)) for one in sorted(set(chunks.values())))
+        raise CheckpointError(f"no file holds {shown_box(lost)} of {name} {list(shape)}")
+    piece_shape = tuple(end - begin for begin, end in next(iter(boxes)))
+    said = set(chunks.values())
+    if said != {piece_shape}:
+        texts = listed(str(list(one)) for one in sorted(said))
         raise CheckpointError(
-            f"{name} {list(shape)} is said to lie in pieces of {said}, but its layout makes pieces of "
-            f"{listed(str(list(one)) for one in sorted(cut))}"
+            f"{name} {list(shape)} is said to lie in pieces of {texts}, but its layout makes pieces of "
+            f"{list(piece_shape)}"
         )
-    return CutTensor(name, dtype[0], shape, pieces)
+    pieces = tuple(StoredPiece(box, tuple(files)) for box, files in boxes.items())
+    return CutTensor(name, dtype[0], shape, piece_shape, pieces)
+
+
+def _names(places: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [str(place["file_name"]) for place in places]
 
 
 def _boxes_of_layout(
     name: str, shape: tuple[int, ...], layout: Mapping[str, Any], places: Sequence[Mapping[str, Any]]
 ) -> dict[Box, dict[str, None]]:
     """The boxes of a layout, each with the files that hold it: those of the ranks that have the box."""
-    matrix, ranks = [int(size) for size in layout["device_matrix"]], layout["rank_list"]
+    matrix, ranks = tuple(int(size) for size in layout["device_matrix"]), layout["rank_list"]
     if math.prod(matrix) != len(ranks):
-        raise CheckpointError(f"{name} is laid out over {len(ranks)} ranks in a matrix of {matrix}")
+        raise CheckpointError(f"{name} is laid out over {len(ranks)} ranks in a matrix of {list(matrix)}")
     entries = [entry if isinstance(entry, list) else [entry] for entry in layout["tensor_map"]]
-    axes = [[axis for axis in entry if axis != -1] for entry in entries]
-    if len(axes) != len(shape):
-        raise CheckpointError(f"{name} {list(shape)} is laid out along {len(axes)} dimensions")
+    axes = tuple(tuple(int(axis) for axis in entry if axis != -1) for entry in entries)
     files_of: dict[int, dict[str, None]] = {}
     for place in places:
         for rank in (place["storage_rank"], *place.get("rank_group", ())):
             files_of.setdefault(rank, {})[str(place["file_name"])] = None
+    try:
+        cut = _cut_evenly(shape, matrix, axes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name} {list(shape)}: {error}") from error
     boxes: dict[Box, dict[str, None]] = {}
-    for position, rank in enumerate(ranks):
+    for box, rank in zip(cut, ranks, strict=True):
+        boxes.setdefault(box, {}).update(files_of.get(rank, {}))
+    return boxes
+
+
+@lru_cache(maxsize=256)
+def _cut_evenly(shape: tuple[int, ...], matrix: tuple[int, ...], axes: tuple[tuple[int, ...], ...]) -> tuple[Box, ...]:
+    """Returns the box of every position in a matrix of devices.
+
+    Args:
+        shape: of the tensor.
+        matrix: sizes of the axes of devices.
+        axes: for each dimension of the tensor the axes that split it, counted from the right, the slowest first.
+
+    Raises:
+        CheckpointError: a dimension does not divide, or the boxes are not the tensor.
+    """
+    if len(axes) != len(shape):
+        raise CheckpointError(f"its layout has {len(axes)} dimensions")
+    boxes = []
+    for position in range(math.prod(matrix)):
         box = []
         for length, along in zip(shape, axes, strict=True):
             number, count = 0, 1
@@ -214,25 +237,18 @@ def _boxes_of_layout(
                 number = number * size + position // math.prod(matrix[len(matrix) - axis :]) % size
                 count *= size
             if length % count:
-                raise CheckpointError(f"{name} {list(shape)} is said to be cut evenly into {count} pieces of {length}")
+                raise CheckpointError(f"its layout cuts {length} into {count} equal pieces")
             box.append((length // count * number, length // count * (number + 1)))
-        boxes.setdefault(tuple(box), {}).update(files_of.get(rank, {}))
-    return boxes
+        boxes.append(tuple(box))
+    # Equal pieces of one grid do not overlap, so counting them tells whether one is missing.
+    pieces = math.prod(
+        length // (end - begin) if length else 1 for length, (begin, end) in zip(shape, boxes[0], strict=True)
+    )
+    if len(set(boxes)) != pieces:
+        raise CheckpointError(f"its layout makes {len(set(boxes))} of {pieces} pieces")
+    return tuple(boxes)
 
 
-def _check_cover(name: str, shape: tuple[int, ...], pieces: Sequence[StoredPiece]) -> None:
-    """Refuses pieces that overlap or leave something out."""
-    ordered = sorted(pieces, key=lambda piece: piece.box)
-    for place, piece in enumerate(ordered):
-        for other in ordered[place + 1 :]:
-            if piece.box and other.box[0][0] >= piece.box[0][1]:
-                break
-            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(piece.box, other.box, strict=True)):
-                raise CheckpointError(f"{_shown(piece.box)} and {_shown(other.box)} of {name} overlap")
-    held = sum(math.prod(piece.shape) for piece in pieces)
-    if held != math.prod(shape):
-        raise CheckpointError(f"the pieces of {name} {list(shape)} hold {held} of {math.prod(shape)} values")
-
-
-def _shown(box: Box) -> str:
+def shown_box(box: Box) -> str:
+    """Returns a box as numpy would index it."""
     return "[" + ", ".join(f"{begin}:{end}" for begin, end in box) + "]"

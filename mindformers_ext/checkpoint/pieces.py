@@ -45,10 +45,10 @@ class RankFiles:
         where = f"{self._folder / name}"
         if tensor is None:
             raise CheckpointError(f"{where} does not hold {cut.name}, which {METADATA_FILE} says it does")
-        if tensor.shape != piece.shape or tensor.dtype != cut.dtype:
+        if tensor.shape != cut.piece_shape or tensor.dtype != cut.dtype:
             raise CheckpointError(
                 f"{cut.name} in {where} is {tensor.dtype} {list(tensor.shape)}, but {METADATA_FILE} says {cut.dtype} "
-                f"{list(piece.shape)}"
+                f"{list(cut.piece_shape)}"
             )
         return tensor
 
@@ -143,4 +143,4 @@ class PiecedTensor:
             inside = tuple(slice(begin - first, end - first) for (begin, end), (first, _), _ in both)
             there = [slice(begin - want.start, end - want.start) for (begin, end), _, want in both]
             part: tuple[Any, ...] = (..., *there)  # a view, also of an array without dimensions
-            self.files.tensor(self.cut, piece).read_into(target[part], piece.shape, inside)
+            self.files.tensor(self.cut, piece).read_into(target[part], self.cut.piece_shape, inside)

@@ -95,7 +95,9 @@ def _with_writers(grid: SharedTensor, writers: tuple[tuple[int, ...], ...]) -> S
 
 def _grid(name: str, held: Mapping[int, Held]) -> SharedTensor:
     """Describes a tensor without its writers."""
-    kinds = {(one.dtype, one.region.full): rank for rank, one in held.items()}
+    kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+    for rank, one in held.items():
+        kinds.setdefault((one.dtype, one.region.full), rank)
     if len(kinds) > 1:
         shown = " and ".join(f"{dtype} {list(shape)} on rank {rank}" for (dtype, shape), rank in kinds.items())
         raise CheckpointError(f"{name} cannot be saved: it is {shown}")
