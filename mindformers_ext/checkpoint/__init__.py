@@ -12,7 +12,7 @@ from mindformers_ext.checkpoint.load import (
     load_weights,
     open_weights,
 )
-from mindformers_ext.checkpoint.locate import Location, locate_checkpoint, model_files_folder
+from mindformers_ext.checkpoint.locate import Location, locate_checkpoint, model_files_folder, saved_step
 from mindformers_ext.checkpoint.resume import TensorReader, TrainingState, load_training_state
 from mindformers_ext.checkpoint.save import check_no_other_run, check_save_path, save_checkpoint
 
@@ -37,5 +37,6 @@ __all__ = [
     "save_checkpoint",
     "save_distributed",
     "save_hf_checkpoint",
+    "saved_step",
     "write_model_files",
 ]

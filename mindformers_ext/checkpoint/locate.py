@@ -280,6 +280,16 @@ def iteration_step(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def saved_step(path: str | os.PathLike[str]) -> int:
+    """Returns the training step of the checkpoint at ``path``, 0 where its folder does not tell.
+
+    Raises:
+        FileNotFoundError: if the path does not exist.
+        CheckpointError: see `locate_checkpoint`.
+    """
+    return locate_checkpoint(path).step or 0
+
+
 def _locate_iteration(folder: Path) -> Location:
     files = complete_rank_files(folder, "model")
     if not files:

@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from mindspore import nn
 
-from mindformers_ext.checkpoint import check_weights
+from mindformers_ext.checkpoint import check_no_other_run, check_weights, saved_step
 from mindformers_ext.config import InferenceSection, TrainConfig, load_config
 from mindformers_ext.generate import GenerationStats
 from mindformers_ext.generate.noise import fresh_seed
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
-from mindformers_ext.parallel.agreement import require_same
+from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
 from mindformers_ext.predict import (
     RunSummary,
@@ -31,6 +32,7 @@ from mindformers_ext.predict import (
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
 from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import build_causal_lm
+from mindformers_ext.trainer.checks import save_folder
 from mindformers_ext.trainer.fingerprint import fingerprint, input_fingerprint
 from mindformers_ext.trainer.inference import (
     build_inference_tokenizer,
@@ -44,9 +46,11 @@ from mindformers_ext.trainer.model import (
     load_model_weights,
     protected_files,
     resolve_model_config,
+    tokenizer_folder,
     training_tokenizer,
 )
-from mindformers_ext.trainer.setup import TrainingRun, build_training_run
+from mindformers_ext.trainer.saving import write_checkpoint, write_description
+from mindformers_ext.trainer.setup import TrainingRun, build_training_run, described_by
 from mindformers_ext.trainer.train_state import TrainerState
 from mindformers_ext.trainer.training import LossFunction, train_loop
 
@@ -109,6 +113,7 @@ class Trainer:
 
         dims = ParallelDims.from_config(self.config.parallelism, world_size())
         self._weights_loaded = False
+        self._saved_to: set[Path] = set()
         training = self.config.training
         self.tokenizer: Tokenizer | None
         if self.is_inference:
@@ -119,10 +124,12 @@ class Trainer:
         model_config = None
         if model is None:
             model_config = (configure_inference if self.is_inference else resolve_model_config)(self.config)
-            if self.is_inference:
-                check_weights(self.config.checkpoint.load_path, weight_layout(model_config))
         setup_runtime(seed=training.seed, deterministic=training.deterministic)
         self._context = _joined_job(dims, self.config)
+        if self.is_inference and model_config is not None:
+            with failing_together(self._context):
+                if self._context.rank == 0:
+                    check_weights(self.config.checkpoint.load_path, weight_layout(model_config))
         self.model = self._apply_parallelism(model, model_config)
         self.state = TrainerState(max_steps=training.steps)
         self._run: TrainingRun | None = None
@@ -130,6 +137,7 @@ class Trainer:
             self._run = build_training_run(
                 self.config,
                 self.model,
+                self._context,
                 self.tokenizer,
                 given["model"] is not None,
                 train_dataset,
@@ -247,6 +255,42 @@ class Trainer:
             logger.info("results: %s", options.output)
         return result.outputs
 
+    def save_checkpoint(self, save_path: str | os.PathLike[str] | None = None) -> Path:
+        """Saves the weights of the moment, and in training the optimizer's state, in the layout of this job.
+
+        Every process of the job calls it and writes what it holds; the folder loads in any layout, on any number of
+        processes. ``config.json`` and the tokenizer go beside it. A predicting Trainer saves under the step of the
+        checkpoint that it has loaded, 0 if that has none.
+
+        Args:
+            save_path: root folder, which all processes share; None takes ``checkpoint.save_path``.
+
+        Returns:
+            The iteration folder.
+
+        Raises:
+            ValueError: the folder holds checkpoints of another run.
+            OSError: a process cannot write; raised on all of them.
+        """
+        section = self.config.checkpoint
+        root = save_folder(self.config) if save_path is None else Path(save_path)
+        self._load_inference_checkpoint()
+        own_root = self._run is not None and section.enable_save and root == save_folder(self.config)
+        with failing_together(self._context):
+            if root not in self._saved_to and not own_root:
+                check_no_other_run(root, None)
+            step, common = self.state.global_step, self.state.to_common()
+            tokenizer = tokenizer_folder(self.config)
+            if self.is_inference:
+                step, tokenizer = saved_step(section.load_path), checkpoint_model_files(self.config)
+                common = {"global_step": step}
+        optimizer = None if self._run is None or section.no_save_optim else self._run.optimizer
+        folder = write_checkpoint(self.model, self._context, root, step, common, section, optimizer)
+        write_description(self._context, root, described_by(self.model), tokenizer)
+        self._saved_to.add(root)
+        logger.info("saved %s", folder)
+        return folder
+
     def _apply_parallelism(self, model: nn.Cell | None, model_config: TransformerConfig | None) -> nn.Cell:
         """Spreads the model over the job's processes, the same way for training and prediction.
 
@@ -308,7 +352,9 @@ class Trainer:
         """Fills the model from ``checkpoint.load_path``, once."""
         if self._weights_loaded:
             return
-        load_model_weights(self.model, self.config.checkpoint.load_path)
+        with failing_together(self._context):
+            world = self._context.world
+            load_model_weights(self.model, self.config.checkpoint.load_path, (world.rank, world.size))
         self._weights_loaded = True
 
 
