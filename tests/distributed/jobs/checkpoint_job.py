@@ -1,4 +1,4 @@
-"""Runs on 2 ranks: saves from layouts, reads in others, and lets one rank fail. Prints a line for each thing that is right.
+"""Runs on 2 ranks: saves from layouts, reads in others, lets one rank fail. Prints a line for all that is right.
 
 Argument: an empty folder that both ranks see.
 """
@@ -26,7 +26,7 @@ def trainer_of(load_path, layout):
         "run_mode": "predict",
         "checkpoint": {"load_path": str(load_path), "remove_redundancy": layout == "tp2"},
         "parallelism": {"data_parallel_shard": 1, **LAYOUTS[layout]},
-        "inference": {"input_data": ["a"], "max_new_tokens": 1, "output": ""},
+        "inference": {"input_data": ["a"], "max_new_tokens": 1},
         "predict": {"progress": False},
     }
     return Trainer(config)
@@ -54,7 +54,7 @@ def check_reading_and_writing():
     source, whole = SOURCE, {}
     for layout in (*LAYOUTS, "fsdp2"):
         trainer = trainer_of(source, layout)
-        trainer.inference(collect=False)
+        trainer.inference(output="", collect=False)
         if not whole:
             load_weights(SOURCE, trainer.model.weight_layout(), whole.__setitem__)
         assert same_weights(trainer, whole), (source, layout)
@@ -71,7 +71,7 @@ def check_a_file_that_one_rank_cannot_read():
     trainer._context.world.barrier()
     if rank() == 1:
         file.write_bytes(file.read_bytes()[:-100])
-    text = failure(lambda: trainer.inference(collect=False))
+    text = failure(lambda: trainer.inference(output="", collect=False))
     assert f"{file} is truncated" in text, text
     assert rank() == 1 or text.startswith("rank 1 failed: "), text
     print("reading fails together", flush=True)
@@ -80,7 +80,9 @@ def check_a_file_that_one_rank_cannot_read():
 def check_a_rank_that_cannot_write():
     trainer = trainer_of(SOURCE, "tp2")
     saved = trainer.save_checkpoint(FOLDER / "full")
+    trainer._context.world.barrier()
     before = sorted(path.name for path in saved.parent.rglob("*"))
+    trainer._context.world.barrier()
     if rank() == 1:
 
         def full(path, *rest):
@@ -89,6 +91,7 @@ def check_a_rank_that_cannot_write():
         distributed.write_tensors = full
     text = failure(lambda: trainer.save_checkpoint(FOLDER / "full"))
     assert text.startswith("rank 1: ") and text.endswith("0000001-0000002.safetensors: No space left on device"), text
+    trainer._context.world.barrier()  # rank 0 has removed the half-written folder
     assert sorted(path.name for path in saved.parent.rglob("*")) == before
     print("writing fails together", flush=True)
 
