@@ -125,11 +125,7 @@ class Trainer:
         if model is None:
             model_config = (configure_inference if self.is_inference else resolve_model_config)(self.config)
         setup_runtime(seed=training.seed, deterministic=training.deterministic)
-        self._context = _joined_job(dims, self.config)
-        if self.is_inference and model_config is not None:
-            with failing_together(self._context):
-                if self._context.rank == 0:
-                    check_weights(self.config.checkpoint.load_path, weight_layout(model_config))
+        self._context = _joined_job(dims, self.config, model_config)
         self.model = self._apply_parallelism(model, model_config)
         self.state = TrainerState(max_steps=training.steps)
         self._run: TrainingRun | None = None
@@ -358,11 +354,15 @@ class Trainer:
         self._weights_loaded = True
 
 
-def _joined_job(dims: ParallelDims, config: TrainConfig) -> ParallelContext:
-    """Joins the job, and refuses ranks with different configurations."""
+def _joined_job(dims: ParallelDims, config: TrainConfig, model_config: TransformerConfig | None) -> ParallelContext:
+    """Joins the job, and refuses ranks with different configurations and a checkpoint that does not fit."""
     context = init_parallel(dims)
     if dims.world_size > 1:
         require_same(context, {"the configuration": fingerprint(config.to_dict())})
+    if config.run_mode == "predict" and model_config is not None:
+        with failing_together(context):
+            if context.rank == 0:  # reads the headers for all
+                check_weights(config.checkpoint.load_path, weight_layout(model_config))
     return context
 
 
