@@ -41,8 +41,8 @@ FLAG_KEYS = {
     "output": "inference.output",
     "seed": "training.seed",
 }
-OTHER_FLAGS = ("config", "mode", "register_path", "validate", "help")
-PREDICT_FLAGS = ("predict_data", "predict_batch_size", "output")
+OTHER_FLAGS = ("config", "mode", "register_path", "save_checkpoint", "validate", "help")
+PREDICT_FLAGS = ("predict_data", "predict_batch_size", "output", "save_checkpoint")
 
 # Flags of MindSpore Transformers that have no effect on its PyNative route. Here they are refused, with what to use.
 REFUSED_FLAGS = {
@@ -125,6 +125,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--predict_batch_size", type=int, metavar="N", help="prompts decoded together; overrides inference.batch_size")
     add("--output", metavar="FILE", help="result file, .jsonl, .json or .txt; overrides inference.output")
     add("--seed", type=int, metavar="N", help="overrides training.seed")
+    add(
+        "--save_checkpoint",
+        metavar="DIR",
+        help="with run_mode: predict, save the loaded weights in the layout of the job instead of predicting",
+    )
     add("--register_path", metavar="DIR", help="folder with Python code of yours, imported before the model is built")
     parser.add_argument(
         "--validate", action="store_true", help="check YAML, files, tokenizer and weights, estimate memory, run nothing"
@@ -255,6 +260,9 @@ def run(flags: argparse.Namespace, tokens: Sequence[str]) -> int:
     trainer = Trainer(config)
     if not trainer.is_inference:
         trainer.train()
+        return EXIT_OK
+    if flags.save_checkpoint is not None:
+        trainer.save_checkpoint(flags.save_checkpoint)
         return EXIT_OK
     try:
         trainer.inference(collect=False)

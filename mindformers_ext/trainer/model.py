@@ -109,8 +109,13 @@ def protected_files(config: TrainConfig) -> dict[str, str]:
     return {name: path for name, path in files.items() if path}
 
 
-def load_model_weights(model: Any, path: str | os.PathLike[str]) -> None:
+def load_model_weights(model: Any, path: str | os.PathLike[str], share: tuple[int, int] = (0, 1)) -> None:
     """Fills a model from a checkpoint; one that the caller made without ``weight_layout()`` is used as it is.
+
+    Args:
+        model: the model, or this process' part of it.
+        path: the checkpoint.
+        share: number of this process and of all that load, see `load_weights`.
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -118,6 +123,8 @@ def load_model_weights(model: Any, path: str | os.PathLike[str]) -> None:
     """
     if hasattr(model, "weight_layout"):
         regions = model.weight_regions() if hasattr(model, "weight_regions") else None
-        logger.info("weights: %s", load_weights(path, model.weight_layout(), model.set_weight, regions).summary())
+        logger.info(
+            "weights: %s", load_weights(path, model.weight_layout(), model.set_weight, regions, share).summary()
+        )
     else:
         logger.info("weights: the given model is used as it is, it has no weight_layout() to load them by")

@@ -1,16 +1,26 @@
-"""What this process measures while a prediction runs."""
+"""What this process measures while a prediction runs, and what is told of it."""
 
 from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from mindformers_ext.generate import GenerationStats
 from mindformers_ext.parallel.groups import ParallelContext
-from mindformers_ext.predict.metrics import RankReport
-from mindformers_ext.predict.summary import Timings
+from mindformers_ext.predict.metrics import (
+    Latencies,
+    RankReport,
+    format_measures,
+    joined_timings,
+    metrics_path,
+    run_metrics,
+    write_metrics,
+)
+from mindformers_ext.predict.summary import RunSummary, Timings, format_summary
+from mindformers_ext.runtime import logger
 
 _BYTES_PER_VALUE = 4  # parameters are float32 or int32 in memory
 
@@ -56,8 +66,47 @@ class RunMeter:
             traffic=sent,
         )
 
+    def layout(self) -> dict[str, Any]:
+        """Returns the degrees of the job, and how many parts of a batch a pipeline has on its way."""
+        parts = 1 if self._runtime is None else self._runtime.micro_batch_num
+        return asdict(self._context.dims) | {"micro_batches": parts}
+
     def _pipeline_seconds(self) -> tuple[float, float]:
         return (0.0, 0.0) if self._runtime is None else (self._runtime.seconds_waiting, self._runtime.seconds_total)
+
+
+def report_run(
+    summary: RunSummary,
+    new_tokens: int,
+    reports: Sequence[RankReport],
+    latencies: Latencies,
+    settings: Mapping[str, Any],
+    output: str,
+    metrics_file: bool,
+) -> None:
+    """Logs what a run did, and writes it beside its output.
+
+    Args:
+        summary: counts of the output.
+        new_tokens: those of this run; earlier ones of the job may have made others.
+        reports: of all processes.
+        latencies: of this process.
+        settings: what the run was asked for, as JSON can hold it.
+        output: the output file; empty on processes that write none.
+        metrics_file: whether there is to be one.
+    """
+    for line in format_summary(summary, joined_timings(reports)) + format_measures(reports, new_tokens):
+        logger.info(line)
+    if not output:
+        return
+    logger.info("results: %s", output)
+    if metrics_file:
+        path = metrics_path(output)
+        try:
+            write_metrics(path, run_metrics(summary, new_tokens, reports, latencies, settings))
+            logger.info("metrics: %s", path)
+        except OSError as error:  # the results are complete
+            logger.warning("the metrics of the run could not be written to %s: %s", path, error)
 
 
 def weight_bytes(model: Any) -> int:

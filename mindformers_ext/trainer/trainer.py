@@ -3,67 +3,59 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
-from numbers import Integral
+from pathlib import Path
 from typing import Any, Literal
 
 from mindspore import nn
 
-from mindformers_ext.checkpoint import check_weights, weights_digest
-from mindformers_ext.config import InferenceSection, TrainConfig, load_config
-from mindformers_ext.generate import GenerationConfig, GenerationStats
+from mindformers_ext.checkpoint import check_no_other_run, check_weights, saved_step
+from mindformers_ext.config import TrainConfig, load_config
+from mindformers_ext.generate import GenerationStats
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
 from mindformers_ext.predict import (
-    PromptTemplates,
-    Record,
     RunSummary,
     Tokenizer,
-    format_summary,
-    normalize_input,
-    reads_stdin,
 )
 from mindformers_ext.predict.metrics import (
     Latencies,
-    RankReport,
-    check_outputs,
-    format_measures,
-    joined_timings,
-    metrics_path,
-    run_metrics,
-    write_metrics,
 )
 from mindformers_ext.predict.progress import estimate_total
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
 from mindformers_ext.trainer.batch_job import BatchJob, open_batch_job
 from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import build_causal_lm
-from mindformers_ext.trainer.fingerprint import fingerprint, input_fingerprint
-from mindformers_ext.trainer.identity import run_identity, unrepeatable
+from mindformers_ext.trainer.checks import save_folder
+from mindformers_ext.trainer.fingerprint import fingerprint
 from mindformers_ext.trainer.inference import (
-    Resolved,
     Watch,
     build_inference_tokenizer,
     configure_inference,
     generate_from_records,
-    resolve_generation,
     without_unnamed_tokens,
 )
 from mindformers_ext.trainer.model import (
     checkpoint_model_files,
     load_model_weights,
-    prompt_templates,
-    protected_files,
     resolve_model_config,
     tokenizer_folder,
     training_tokenizer,
 )
-from mindformers_ext.trainer.report import RunMeter
-from mindformers_ext.trainer.setup import TrainingRun, build_training_run
+from mindformers_ext.trainer.report import RunMeter, report_run
+from mindformers_ext.trainer.request import (
+    PredictionRequest,
+    check_files,
+    inference_options,
+    read_request,
+    request_identity,
+    require_same_request,
+)
+from mindformers_ext.trainer.saving import write_checkpoint, write_description
+from mindformers_ext.trainer.setup import TrainingRun, build_training_run, described_by
 from mindformers_ext.trainer.train_state import TrainerState
 from mindformers_ext.trainer.training import LossFunction, train_loop
 from mindformers_ext.trainer.watchdog import Watchdog
@@ -127,18 +119,21 @@ class Trainer:
 
         dims = ParallelDims.from_config(self.config.parallelism, world_size())
         self._weights_loaded, self._own_model = False, model is not None
+        self._saved_to: set[Path] = set()
         training = self.config.training
         self.tokenizer: Tokenizer | None
         if self.is_inference:
             self.tokenizer = build_inference_tokenizer(self.config)
-            _check_files(self.config, self.tokenizer)
+            check_files(self.config, self.tokenizer)
         else:
             self.tokenizer = training_tokenizer(self.config)
-        model_config = _checked_model_config(self.config) if model is None else None
+        model_config = None
+        if model is None:
+            model_config = (configure_inference if self.is_inference else resolve_model_config)(self.config)
         setup_runtime(seed=training.seed, deterministic=training.deterministic)
         self._watchdog = Watchdog(rank(), dims.world_size)
         with self._watchdog.phase("joining the job and building the model", *self._limit("start_timeout")):
-            self._context = _joined_job(dims, self.config)
+            self._context = _joined_job(dims, self.config, model_config)
             self.model = self._apply_parallelism(model, model_config)
         self.state = TrainerState(max_steps=training.steps)
         self._run: TrainingRun | None = None
@@ -146,6 +141,7 @@ class Trainer:
             self._run = build_training_run(
                 self.config,
                 self.model,
+                self._context,
                 self.tokenizer,
                 given["model"] is not None,
                 train_dataset,
@@ -221,61 +217,55 @@ class Trainer:
             TypeError: an argument of a type that cannot be meant.
             FileNotFoundError: the input looks like a path and does not exist.
         """
-        options = _inference_options(self.config, input_data, max_new_tokens, output, batch_size)
-        field = self.config.predict.dataset_field if dataset_field is None else dataset_field
-        if options.output:
-            metrics_file = self.config.predict.metrics_file
-            check_outputs(options.output, options.input_data, protected_files(self.config), metrics_file)
         if self.tokenizer is None:
             raise ValueError("inference() needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
-        records, templates = _open_input(self.config, self.tokenizer, options.input_data, field)
         self._validate_pp_inference()
-        vocab_size = getattr(self._model_config, "vocab_size", self.tokenizer.vocab_size)
-        resolved = self._resolve_decoding(options, vocab_size, generation)
-        logger.info("decoding: %s", resolved.describe())
+        request = read_request(
+            self.config,
+            self.tokenizer,
+            self._model_config,
+            self._context,
+            inference_options(self.config, input_data, max_new_tokens, output, batch_size),
+            dataset_field,
+            generation,
+        )
+        logger.info("decoding: %s", request.decoding.describe())
         with self._starting("comparing the settings of all ranks"):
-            self._require_same_run(options, field, resolved.describe(), templates)
-        drawn = resolved.seed_is_drawn
+            require_same_request(self._context, request)
+        drawn = request.decoding.seed_is_drawn
         job = open_batch_job(
             self._context,
-            options.output,
-            lambda: self._identity(options, field, resolved, templates),
-            {"seed": resolved.config.seed} if drawn else {},
+            request.options.output,
+            lambda: request_identity(self.config, request, has_own_weights=self._own_model or not self.is_inference),
+            {"seed": request.decoding.config.seed} if drawn else {},
             self.config.predict.resume if resume is None else resume,
             repeatable=not drawn,
             needs_ids=collect,
         )
-        decoding = resolved.config.updated(seed=job.facts["seed"]) if drawn else resolved.config
-        if job.num_finished and drawn:
-            logger.info("seed of sampling: %d, that of the run before", decoding.seed)
-        if self.config.predict.suppress_unnamed_tokens:
-            decoding = without_unnamed_tokens(decoding, self.tokenizer, vocab_size)
         with job:
             if job.is_complete:
                 self.last_summary, outputs = job.stored(collect)
-                logger.info("%s is complete, nothing is left to do", options.output)
+                logger.info("%s is complete, nothing is left to do", request.options.output)
                 return outputs
-            return self._answer(job, records, decoding, options, vocab_size, collect, resolved.as_dict())
+            return self._answer(job, request, collect)
 
-    def _answer(
-        self,
-        job: BatchJob,
-        records: Iterable[Record],
-        decoding: GenerationConfig,
-        options: InferenceSection,
-        vocab_size: int,
-        collect: bool,
-        origins: dict[str, Any],
-    ) -> list[tuple[int, list[int]]]:
+    def _answer(self, job: BatchJob, request: PredictionRequest, collect: bool) -> list[tuple[int, list[int]]]:
         """Answers what is left of the records and publishes the output; see `inference`."""
         assert self.tokenizer is not None
-        predict = self.config.predict
+        predict, options = self.config.predict, request.options
+        decoding = request.decoding.config
+        if request.decoding.seed_is_drawn:
+            decoding = decoding.updated(seed=job.facts["seed"])
+            if job.num_finished:
+                logger.info("seed of sampling: %d, that of the run before", decoding.seed)
+        if predict.suppress_unnamed_tokens:
+            decoding = without_unnamed_tokens(decoding, self.tokenizer, request.vocab_size)
         stats, latencies = GenerationStats(), Latencies()
         meter = RunMeter(self.model, self._context)
         result = generate_from_records(
             self.model,
             self.tokenizer,
-            records,
+            request.records,
             decoding,
             stats,
             writer=job.writer,
@@ -286,7 +276,7 @@ class Trainer:
             total=estimate_total(options.input_data) if rank() == 0 else None,
             step_check=job.step_check,
             max_length=getattr(self._model_config, "seq_length", None),
-            vocab_size=vocab_size,
+            vocab_size=request.vocab_size,
             skip_special_tokens=predict.skip_special_tokens,
             progress=predict.progress and rank() == 0,
             collect=collect,
@@ -299,75 +289,20 @@ class Trainer:
         )
         self.last_summary, outputs = job.publish(result, collect)
         self.last_summary.seed = decoding.seed
-        reports = meter.reports(stats)
-        for line in (
-            *format_summary(self.last_summary, joined_timings(reports)),
-            *format_measures(reports, result.summary.new_tokens),
-        ):
-            logger.info(line)
-        if options.output:
-            logger.info("results: %s", options.output)
-            self._write_metrics(result.summary.new_tokens, reports, latencies, options, origins)
+        report_run(
+            self.last_summary,
+            result.summary.new_tokens,
+            meter.reports(stats),
+            latencies,
+            {"decoding": request.decoding.as_dict(), "batch_size": options.batch_size, "layout": meter.layout()},
+            options.output if rank() == 0 else "",
+            metrics_file=predict.metrics_file,
+        )
         return outputs
 
     @property
     def _model_config(self) -> Any:
         return getattr(self.model, "config", None)
-
-    def _resolve_decoding(self, options: InferenceSection, vocab_size: int, arguments: Mapping[str, Any]) -> Resolved:
-        assert self.tokenizer is not None
-        folder = checkpoint_model_files(self.config) if self.config.checkpoint.load_path else None
-        resolved = resolve_generation(
-            self.config.generation, options.max_new_tokens, self.tokenizer, folder, vocab_size, arguments
-        )
-        # Ranks that draw for themselves would choose other tokens; all of them ask, whatever their options are.
-        drawn = self._context.world.all_gather_object(resolved.config.seed if resolved.seed_is_drawn else None)
-        if not resolved.seed_is_drawn:
-            return resolved
-        seed = next(seed for seed in drawn if seed is not None)
-        return replace(resolved, config=resolved.config.updated(seed=seed))
-
-    def _identity(
-        self, options: InferenceSection, field: str, resolved: Resolved, templates: PromptTemplates
-    ) -> dict[str, Any]:
-        """What the rows of a run depend on. Weights that no file has are like no others."""
-        stored = self.is_inference and not self._own_model
-        weights = weights_digest(self.config.checkpoint.load_path) if stored else unrepeatable("weights in memory")
-        return run_identity(
-            self.config,
-            resolved.config,
-            resolved.seed_is_drawn,
-            options.input_data,
-            field,
-            templates.identity(),
-            self._model_config,
-            weights,
-            tokenizer_folder(self.config),
-        )
-
-    def _write_metrics(
-        self,
-        new_tokens: int,
-        reports: list[RankReport],
-        latencies: Latencies,
-        options: InferenceSection,
-        decoding: dict[str, Any],
-    ) -> None:
-        """Writes what a run did beside its output, on the first rank."""
-        if rank() != 0 or not self.config.predict.metrics_file:
-            return
-        settings = {"decoding": decoding, "batch_size": options.batch_size, "layout": self._layout()}
-        path = metrics_path(options.output)
-        try:
-            write_metrics(path, run_metrics(self.last_summary, new_tokens, reports, latencies, settings))
-            logger.info("metrics: %s", path)
-        except OSError as error:  # the results are complete
-            logger.warning("the metrics of the run could not be written to %s: %s", path, error)
-
-    def _layout(self) -> dict[str, Any]:
-        """The degrees of the job, and how many parts of a batch a pipeline has on its way."""
-        runtime = getattr(self.model, "runtime", None)
-        return asdict(self._context.dims) | {"micro_batches": 1 if runtime is None else runtime.micro_batch_num}
 
     def _limit(self, key: str) -> tuple[float, str]:
         """A limit of the watchdog, and its name; training is not watched."""
@@ -391,6 +326,42 @@ class Trainer:
             )
 
         return watch
+
+    def save_checkpoint(self, save_path: str | os.PathLike[str] | None = None) -> Path:
+        """Saves the weights of the moment, and in training the optimizer's state, in the layout of this job.
+
+        Every process of the job calls it and writes what it holds; the folder loads in any layout, on any number of
+        processes. ``config.json`` and the tokenizer go beside it. A predicting Trainer saves under the step of the
+        checkpoint that it has loaded, 0 if that has none.
+
+        Args:
+            save_path: root folder, which all processes share; None takes ``checkpoint.save_path``.
+
+        Returns:
+            The iteration folder.
+
+        Raises:
+            ValueError: the folder holds checkpoints of another run.
+            OSError: a process cannot write; raised on all of them.
+        """
+        section = self.config.checkpoint
+        root = save_folder(self.config) if save_path is None else Path(save_path)
+        self._load_inference_checkpoint()
+        own_root = self._run is not None and section.enable_save and root == save_folder(self.config)
+        with failing_together(self._context):
+            if root not in self._saved_to and not own_root:
+                check_no_other_run(root, None)
+            step, common = self.state.global_step, self.state.to_common()
+            tokenizer = tokenizer_folder(self.config)
+            if self.is_inference:
+                step, tokenizer = saved_step(section.load_path), checkpoint_model_files(self.config)
+                common = {"global_step": step}
+        optimizer = None if self._run is None or section.no_save_optim else self._run.optimizer
+        folder = write_checkpoint(self.model, self._context, root, step, common, section, optimizer)
+        write_description(self._context, root, described_by(self.model), tokenizer)
+        self._saved_to.add(root)
+        logger.info("saved %s", folder)
+        return folder
 
     def _apply_parallelism(self, model: nn.Cell | None, model_config: TransformerConfig | None) -> nn.Cell:
         """Spreads the model over the job's processes, the same way for training and prediction.
@@ -416,25 +387,6 @@ class Trainer:
             layers_per_stage=parallelism.pipeline_parallel_layers_per_stage,
         )
 
-    def _require_same_run(
-        self, options: InferenceSection, field: str, decoding: str, templates: PromptTemplates
-    ) -> None:
-        """Refuses to start where ranks would read, batch or decode differently.
-
-        Raises:
-            ValueError: names what differs, with the ranks.
-        """
-        if self._context.dims.world_size == 1:
-            return
-        compared = {
-            "batch_size": options.batch_size,
-            "the input": input_fingerprint(options.input_data),
-            "dataset_field": field,
-            "the templates": fingerprint(templates.identity()),
-            "the options of decoding": decoding,
-        }
-        require_same(self._context, compared)
-
     def _validate_pp_inference(self) -> None:
         """Refuses pipeline options that have no meaning without a backward pass.
 
@@ -457,24 +409,20 @@ class Trainer:
         if self._weights_loaded:
             return
         with self._starting("loading the checkpoint"), failing_together(self._context):
-            load_model_weights(self.model, self.config.checkpoint.load_path)
+            world = self._context.world
+            load_model_weights(self.model, self.config.checkpoint.load_path, (world.rank, world.size))
         self._weights_loaded = True
 
 
-def _checked_model_config(config: TrainConfig) -> TransformerConfig:
-    """The model that the configuration describes; in prediction, the weights fit it."""
-    if config.run_mode != "predict":
-        return resolve_model_config(config)
-    model_config = configure_inference(config)
-    check_weights(config.checkpoint.load_path, weight_layout(model_config))
-    return model_config
-
-
-def _joined_job(dims: ParallelDims, config: TrainConfig) -> ParallelContext:
-    """Joins the job, and refuses ranks with different configurations."""
+def _joined_job(dims: ParallelDims, config: TrainConfig, model_config: TransformerConfig | None) -> ParallelContext:
+    """Joins the job, and refuses ranks with different configurations and a checkpoint that does not fit."""
     context = init_parallel(dims)
     if dims.world_size > 1:
         require_same(context, {"the configuration": fingerprint(config.to_dict())})
+    if config.run_mode == "predict" and model_config is not None:
+        with failing_together(context):
+            if context.rank == 0:  # reads the headers for all
+                check_weights(config.checkpoint.load_path, weight_layout(model_config))
     return context
 
 
@@ -486,46 +434,3 @@ def _load(
     if run_mode is not None and run_mode != config.run_mode:
         return load_config(config.to_dict(), {"run_mode": run_mode}, provided=provided)
     return config
-
-
-def _inference_options(
-    config: TrainConfig,
-    input_data: Any,
-    max_new_tokens: int | None,
-    output: str | os.PathLike[str] | None,
-    batch_size: int | None,
-) -> InferenceSection:
-    section = config.inference or InferenceSection(output="")
-    if output is not None and not isinstance(output, str | os.PathLike):
-        raise TypeError(f"output must be a path, not {type(output).__name__}")
-    return InferenceSection(
-        max_new_tokens=section.max_new_tokens if max_new_tokens is None else _count("max_new_tokens", max_new_tokens),
-        batch_size=section.batch_size if batch_size is None else _count("batch_size", batch_size),
-        output=section.output if output is None else os.fsdecode(output),
-        input_data=section.input_data if input_data is None else input_data,
-    )
-
-
-def _count(name: str, value: Any) -> int:
-    # numpy's integers are registered as Integral
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, not {value!r}")
-    return int(value)
-
-
-def _check_files(config: TrainConfig, tokenizer: Tokenizer) -> None:
-    """Finds mistakes in paths and templates before the model is built."""
-    section = config.inference or InferenceSection()
-    check_outputs(section.output, section.input_data, protected_files(config), config.predict.metrics_file)
-    # Records in memory, of which there are none, where they are an argument of inference().
-    _open_input(config, tokenizer, section.input_data or [], config.predict.dataset_field)
-
-
-def _open_input(
-    config: TrainConfig, tokenizer: Tokenizer, input_data: Any, field: str
-) -> tuple[Iterator[Record], PromptTemplates]:
-    """Returns the records, of which none is read yet, and the templates that make their prompts."""
-    if reads_stdin(input_data) and world_size() > 1:
-        raise ValueError("input_data '-': standard input belongs to one process; give the ranks of a job a file")
-    templates = prompt_templates(config, tokenizer)
-    return normalize_input(input_data, field, templates.prompt_maker(field)), templates
