@@ -17,13 +17,8 @@ from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
-from mindformers_ext.predict import (
-    RunSummary,
-    Tokenizer,
-)
-from mindformers_ext.predict.metrics import (
-    Latencies,
-)
+from mindformers_ext.predict import RunSummary, Tokenizer
+from mindformers_ext.predict.metrics import Latencies
 from mindformers_ext.predict.progress import estimate_total
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
 from mindformers_ext.trainer.batch_job import BatchJob, open_batch_job
