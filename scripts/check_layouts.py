@@ -4,10 +4,11 @@
     python scripts/check_layouts.py --ranks 2 --families qwen3 deepseek_v3 --layouts tp2 pp2
     python scripts/check_layouts.py --ranks 8 --folder results
 
-One job walks all layouts of a number of ranks, with small models of 8 heads whose weights follow from a seed. A layout is
-written as its degrees, e.g. ``tp2pp2`` or ``fsdp4ep2``; what is left of the ranks are replicas. ``cp4ulysses`` exchanges
-heads, ``cp4hybrid`` does so in pairs, ``pp2uneven`` has stages of several sizes. Prints a Markdown table; the exit code is
-1 if any file differs. With ``--folder`` files stay there, and what stands in its ``results.jsonl`` is not run again.
+One job walks all layouts of a number of ranks, with small models of 8 heads whose weights follow from a seed. A layout
+is written as its degrees, e.g. ``tp2pp2`` or ``fsdp4ep2``; what is left of the ranks are replicas. ``cp4ulysses``
+exchanges heads, ``cp4hybrid`` does so in pairs, ``pp2uneven`` has stages of several sizes. Prints a Markdown table; the
+exit code is 1 if any file differs. With ``--folder`` files stay there, and what stands in its ``results.jsonl`` is not
+run again.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def predict(
         "run_mode": "predict",
         "checkpoint": {"load_path": str(checkpoint)},
         "parallelism": parallelism(layout, layers),
-        "inference": {"input_data": list(PROMPTS), "max_new_tokens": 8, "batch_size": 2, "output": str(output)},
+        "inference": {"input_data": list(PROMPTS), "max_new_tokens": 6, "batch_size": 2, "output": str(output)},
         "generation": DECODINGS[decoding],
         "predict": {"progress": False},
     }
@@ -188,10 +189,12 @@ def walk(arguments: argparse.Namespace, folder: pathlib.Path) -> int:
             make_checkpoint(family, folder / family)
         for decoding in arguments.decodings:
             predict(family, decoding, folder / f"single-{family}-{decoding}.jsonl", folder / family)
-    script = f"{sys.executable} {pathlib.Path(__file__).resolve()} --worker --folder {folder}"
+    script = f"{sys.executable} {pathlib.Path(__file__).resolve()} --one-rank --folder {folder}"
     launcher = str(ROOT / "scripts" / "msrun_launcher.sh")
     command = ["bash", launcher, script, str(arguments.ranks), "", f"{folder}/log", "True", "300"]
-    environment = os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+    # Threads of small models would only take the cores from each other.
+    threads = {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | threads | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
     code = subprocess.run(command, env=environment, cwd=folder, check=False).returncode
     found = [entry for entry in _read_results(folder) if {name: entry[name] for name in asked[0]} in asked]
     print(table(found))
@@ -206,9 +209,9 @@ def main() -> int:
     parser.add_argument("--decodings", nargs="+", default=list(DECODINGS))
     parser.add_argument("--layouts", nargs="+")
     parser.add_argument("--folder", type=pathlib.Path)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--one-rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker:
+    if arguments.one_rank:
         return run_worker(arguments.folder)
     if arguments.folder:
         arguments.folder.mkdir(parents=True, exist_ok=True)

@@ -88,7 +88,7 @@ SPARSE = COMMON | {
 }
 
 
-# For layouts of up to 8 processes: as many heads and experts, few key-value heads, and odd sizes of all that may be odd.
+# For layouts of up to 8 processes: as many heads and experts, few key-value heads, and odd sizes where they may be.
 WIDE = {
     "num_attention_heads": 8,
     "num_hidden_layers": 4,
@@ -124,9 +124,7 @@ VARIANTS = {
         "biases_yarn": Qwen3Config(
             **DENSE, head_dim=16, attention_bias=True, rope_parameters=YARN | {"attention_factor": 1.3}
         ),
-        "eight_heads": Qwen3Config(
-            **DENSE | WIDE | {"tie_word_embeddings": True, "intermediate_size": 44}, head_dim=8
-        ),
+        "eight_heads": Qwen3Config(**DENSE | WIDE | {"tie_word_embeddings": True, "intermediate_size": 44}, head_dim=8),
     },
     "qwen3_moe": {
         "unnormalised_mixed": Qwen3MoeConfig(
