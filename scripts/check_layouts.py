@@ -30,7 +30,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "unit" / "models"))
-from boundary_cases import cases, write_checkpoint  # noqa: E402
+from boundary_cases import cases, write_checkpoint  # type: ignore[import-not-found]  # noqa: E402
 
 _SCORE_TOLERANCE = 1e-4
 CASE = "eight_heads"

@@ -35,10 +35,13 @@ class Degrees(Protocol):
     data_parallel_shard: int
     tensor_parallel: int
     context_parallel: int
-    context_parallel_method: str
     ulysses_degree_in_cp: int | None
     pipeline_parallel: int
     expert_parallel: int
+
+    @property
+    def context_parallel_method(self) -> str:
+        """``colossal``, ``ulysses`` or ``hybrid``."""
 
 
 @dataclass(frozen=True)
