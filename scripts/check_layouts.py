@@ -192,9 +192,10 @@ def walk(arguments: argparse.Namespace, folder: pathlib.Path) -> int:
     script = f"{sys.executable} {pathlib.Path(__file__).resolve()} --one-rank --folder {folder}"
     launcher = str(ROOT / "scripts" / "msrun_launcher.sh")
     command = ["bash", launcher, script, str(arguments.ranks), "", f"{folder}/log", "True", "300"]
-    # Threads of small models would only take the cores from each other.
-    threads = {"OMP_NUM_THREADS": "1"}
-    environment = os.environ | threads | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+    # Small models gain nothing from threads; many ranks on few cores wait long for each other.
+    defaults = {"OMP_NUM_THREADS": "1", "MS_CPU_COMM_OP_TIMEOUT": "300"}
+    path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = defaults | os.environ | {"PATH": path}
     code = subprocess.run(command, env=environment, cwd=folder, check=False).returncode
     found = [entry for entry in _read_results(folder) if {name: entry[name] for name in asked[0]} in asked]
     print(table(found))
