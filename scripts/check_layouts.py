@@ -32,7 +32,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "unit" / "models"))
 from boundary_cases import cases, write_checkpoint  # type: ignore[import-not-found]  # noqa: E402
 
-_SCORE_TOLERANCE = 1e-4
+# Written scores have 4 decimals: those near the middle between two numbers may be rounded either way.
+_SCORE_TOLERANCE = 1.5e-4
 CASE = "eight_heads"
 TOKENIZER = ROOT / "tests" / "data" / "checkpoints" / "qwen3"
 FAMILIES = ("qwen3", "qwen3_moe", "qwen3_5", "deepseek_v3", "deepseek_v4")
@@ -142,7 +143,7 @@ def run_worker(folder: pathlib.Path) -> int:
 
 
 def compare(output: pathlib.Path, expected: pathlib.Path) -> dict[str, Any]:
-    """Tells how two files differ: ``equal`` byte by byte; ``equal ids`` if only the digits of scores differ."""
+    """Tells how two files differ: ``equal`` byte by byte; ``equal ids`` if scores differ in the last digit, and nothing else."""
     if output.read_bytes() == expected.read_bytes():
         return {"result": "equal"}
     largest = _difference(*(list(map(json.loads, path.read_text().splitlines())) for path in (output, expected)))
