@@ -143,7 +143,7 @@ def run_worker(folder: pathlib.Path) -> int:
 
 
 def compare(output: pathlib.Path, expected: pathlib.Path) -> dict[str, Any]:
-    """Tells how two files differ: ``equal`` byte by byte; ``equal ids`` if scores differ in the last digit, and nothing else."""
+    """Tells how two files differ: ``equal`` byte by byte; ``equal ids`` if only scores differ, in the last digit."""
     if output.read_bytes() == expected.read_bytes():
         return {"result": "equal"}
     largest = _difference(*(list(map(json.loads, path.read_text().splitlines())) for path in (output, expected)))
