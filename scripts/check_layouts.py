@@ -6,9 +6,10 @@
 
 One job walks all layouts of a number of ranks, with small models of 8 heads whose weights follow from a seed. A layout
 is written as its degrees, e.g. ``tp2pp2`` or ``fsdp4ep2``; what is left of the ranks are replicas. ``cp4ulysses``
-exchanges heads, ``cp4hybrid`` does so in pairs, ``pp2uneven`` has stages of several sizes. Prints a Markdown table; the
-exit code is 1 if any file differs. With ``--folder`` files stay there, and what stands in its ``results.jsonl`` is not
-run again.
+exchanges heads, ``cp4hybrid`` does so in pairs, ``pp2uneven`` has stages of several sizes, ``pp2mb2`` two
+micro-batches. Prints what each process kept, sent and waited as lines of JSON, and then a Markdown table; the exit code
+is 1 if any file differs. ``--checkpoints`` takes other models, and answers longer prompts. With ``--folder`` files stay
+there, and what stands in its ``results.jsonl`` is not run again.
 """
 
 from __future__ import annotations
@@ -44,13 +45,17 @@ DECODINGS: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True, "seed": 11, "top_k": 20},
     "penalty": {"repetition_penalty": 1.3, "output_logprobs": 2},
     "beams": {"num_beams": 4},
+    "greedy_to_the_end": {"eos_token_id": None},
+    "sampled_to_the_end": {"do_sample": True, "seed": 11, "top_k": 20, "eos_token_id": None},
 }
+DEFAULT_DECODINGS = ("greedy", "sampled", "penalty", "beams")
 KEYS = {
     "pp": "pipeline_parallel",
     "fsdp": "data_parallel_shard",
     "cp": "context_parallel",
     "tp": "tensor_parallel",
     "ep": "expert_parallel",
+    "mb": "pipeline_parallel_microbatch_size",
 }
 
 
@@ -100,38 +105,60 @@ def make_checkpoint(family: str, folder: pathlib.Path) -> None:
         shutil.copy(TOKENIZER / name, folder)
 
 
-def predict(
-    family: str, decoding: str, output: pathlib.Path, checkpoint: pathlib.Path, layout: str = ""
-) -> dict[str, Any]:
-    """Runs one prediction in this process; returns what there is to know of it."""
+def predict(checkpoint: pathlib.Path, decoding: str, output: pathlib.Path, long: bool, layout: str = "") -> None:
+    """Runs one prediction in this process."""
     from mindformers_ext.trainer import Trainer
 
-    layers = cases(family)[CASE]["config"]["num_hidden_layers"]
+    layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
+    prompts, new_tokens, batch_size = list(PROMPTS), 6, 2
+    if long:
+        stored = json.loads((TOKENIZER / "reference.json").read_text())["cases"]
+        prompts, new_tokens, batch_size = [case["prompt"] for case in stored], 12, 3
     config = {
         "run_mode": "predict",
         "checkpoint": {"load_path": str(checkpoint)},
         "parallelism": parallelism(layout, layers),
-        "inference": {"input_data": list(PROMPTS), "max_new_tokens": 6, "batch_size": 2, "output": str(output)},
+        "inference": {
+            "input_data": prompts,
+            "max_new_tokens": new_tokens,
+            "batch_size": batch_size,
+            "output": str(output),
+        },
         "generation": DECODINGS[decoding],
         "predict": {"progress": False},
     }
-    trainer = Trainer(config)
-    trainer.inference(collect=False)
-    regions = trainer.model.weight_regions()
-    return {"weights": 4 * sum(region.size for region in regions.values())}
+    Trainer(config).inference(collect=False)
 
 
-def run_worker(folder: pathlib.Path) -> int:
+def metrics(output: pathlib.Path) -> dict[str, Any]:
+    """What a run measured."""
+    return json.loads(pathlib.Path(f"{output}.metrics.json").read_text())
+
+
+def measures(output: pathlib.Path, single: pathlib.Path) -> dict[str, Any]:
+    """What processes kept, ran, sent and waited, beside one process that does everything."""
+    ours, whole = metrics(output), metrics(single)["ranks"][0]
+    ranks = ours["ranks"]
+    return {
+        "weights": [rank["weight_bytes"] for rank in ranks],
+        "cache_shares": [round(rank["cache_bytes"] / whole["cache_bytes"], 4) for rank in ranks],
+        "forward_shares": [round(rank["forwards"] / whole["forwards"], 4) for rank in ranks],
+        "idle_shares": [rank["idle_share"] and round(rank["idle_share"], 3) for rank in ranks],
+        "sent": {name: round(counts["bytes_per_new_token"], 2) for name, counts in ours["traffic"].items()},
+    }
+
+
+def run_worker(folder: pathlib.Path, checkpoints: pathlib.Path | None) -> int:
     """Walks what is to do on one rank; rank 0 notes the results."""
     rank = int(os.environ.get("RANK_ID", "0"))
     for entry in json.loads((folder / "todo.json").read_text()):
         layout, family, decoding = entry["layout"], entry["family"], entry["decoding"]
         output = folder / f"{entry['ranks']}-{layout}-{family}-{decoding}.jsonl"
+        single = folder / f"single-{family}-{decoding}.jsonl"
         start = time.perf_counter()
         try:
-            found = predict(family, decoding, output, folder / family, layout)
-            if rank == 0:
-                found |= compare(output, folder / f"single-{family}-{decoding}.jsonl")
+            predict((checkpoints or folder) / family, decoding, output, checkpoints is not None, layout)
+            found = {} if rank else measures(output, single) | compare(output, single)
         except (ValueError, NotImplementedError) as error:
             found = {"result": f"refused: {error}"}
         if rank == 0:
@@ -186,15 +213,19 @@ def walk(arguments: argparse.Namespace, folder: pathlib.Path) -> int:
     known = [{name: entry[name] for name in asked[0]} for entry in _read_results(folder)]
     (folder / "todo.json").write_text(json.dumps([entry for entry in asked if entry not in known]))
     for family in arguments.families:
-        if not (folder / family).exists():
+        if arguments.checkpoints is None and not (folder / family).exists():
             make_checkpoint(family, folder / family)
+        checkpoint = (arguments.checkpoints or folder) / family
         for decoding in arguments.decodings:
-            predict(family, decoding, folder / f"single-{family}-{decoding}.jsonl", folder / family)
+            single = folder / f"single-{family}-{decoding}.jsonl"
+            predict(checkpoint, decoding, single, arguments.checkpoints is not None)
     script = f"{sys.executable} {pathlib.Path(__file__).resolve()} --one-rank --folder {folder}"
+    if arguments.checkpoints is not None:
+        script += f" --checkpoints {arguments.checkpoints.resolve()}"
     launcher = str(ROOT / "scripts" / "msrun_launcher.sh")
     command = ["bash", launcher, script, str(arguments.ranks), "", f"{folder}/log", "True", "300"]
-    # Small models gain nothing from threads; many ranks on few cores wait long for each other.
-    defaults = {"OMP_NUM_THREADS": "1", "MS_CPU_COMM_OP_TIMEOUT": "300"}
+    # Small models gain nothing from threads.
+    defaults = {"OMP_NUM_THREADS": "1"}
     path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = defaults | os.environ | {"PATH": path}
     code = subprocess.run(command, env=environment, cwd=folder, check=False).returncode
@@ -208,13 +239,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--families", nargs="+", default=FAMILIES)
-    parser.add_argument("--decodings", nargs="+", default=list(DECODINGS))
+    parser.add_argument("--decodings", nargs="+", default=DEFAULT_DECODINGS)
     parser.add_argument("--layouts", nargs="+")
+    parser.add_argument("--checkpoints", type=pathlib.Path, help="folder with one folder a family")
     parser.add_argument("--folder", type=pathlib.Path)
     parser.add_argument("--one-rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one_rank:
-        return run_worker(arguments.folder)
+        return run_worker(arguments.folder, arguments.checkpoints)
     if arguments.folder:
         arguments.folder.mkdir(parents=True, exist_ok=True)
         return walk(arguments, arguments.folder.resolve())

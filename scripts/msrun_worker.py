@@ -16,14 +16,17 @@ import time
 from pathlib import Path
 
 FINISHED_WITH_ERROR_RECORDS = 3
+STOPPED_AND_RESUMABLE = 4
+# With these codes all workers of a job end alike, and none of them has to be killed.
+ORDERLY = (0, FINISHED_WITH_ERROR_RECORDS, STOPPED_AND_RESUMABLE)
 SCHEDULER_GRACE_SECONDS = 3.0
 POLL_SECONDS = 0.5
 
 
 def failure_recorded(records: Path) -> bool:
     """Whether a worker of this node has ended with a code that means a failed job."""
-    harmless = ("0", str(FINISHED_WITH_ERROR_RECORDS))
-    return any(path.read_text() not in harmless for path in records.iterdir() if path.name.isdigit())
+    orderly = [str(code) for code in ORDERLY]
+    return any(path.read_text() not in orderly for path in records.iterdir() if path.name.isdigit())
 
 
 def watch_scheduler(scheduler: int, records: Path) -> None:
@@ -52,6 +55,8 @@ def run_worker(command: list[str], records: Path | None, rank: str) -> int:
     process = subprocess.Popen(command)
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda number, frame: process.send_signal(number))
+    if records is not None:
+        (records / f"{rank}.pid").write_text(f"{os.getpid()}\n")  # whom the launcher passes a signal on to
     code = process.wait()
     if code < 0:  # ended by a signal: the number that a shell would give
         code = 128 - code
@@ -61,7 +66,7 @@ def run_worker(command: list[str], records: Path | None, rank: str) -> int:
     draft = records / f"{rank}.new"
     draft.write_text(str(code))
     draft.rename(records / rank)
-    return 0 if code == FINISHED_WITH_ERROR_RECORDS else code
+    return 0 if code in ORDERLY else code
 
 
 def main(command: list[str]) -> int:
@@ -69,6 +74,9 @@ def main(command: list[str]) -> int:
     folder = os.environ.pop("MSRUN_RECORDS", "")
     records = Path(folder) if folder else None
     if os.environ.get("MS_ROLE") == "MS_SCHED":
+        # msrun starts a scheduler wherever the master's address is a local one, also for a second node on this host.
+        if os.environ.get("MSRUN_NODE_RANK", "0") != "0":
+            return 0
         run_scheduler(command, records)
     return run_worker(command, records, os.environ.get("RANK_ID", "0"))
 

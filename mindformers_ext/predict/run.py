@@ -1,66 +1,50 @@
-"""Runs records through a model: tokenised, answered in batches, written in input order, one row each."""
+"""Runs records through a model: tokenised, answered in batches, and their rows written as they are finished."""
 
 from __future__ import annotations
 
-import logging
-import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
-from tqdm import tqdm  # type: ignore[import-untyped]
-
-from mindformers_ext.predict.completion import Completion
-from mindformers_ext.predict.records import ErrorType, Record, RecordError
+from mindformers_ext.predict.finished import FinishedRecords, record_hash
+from mindformers_ext.predict.isolation import Answerer, Decode, Job, sentence
+from mindformers_ext.predict.progress import Progress
+from mindformers_ext.predict.records import Record, RecordError
 from mindformers_ext.predict.rows import answer_row, error_row
+from mindformers_ext.predict.stop import JobStoppedError
 from mindformers_ext.predict.summary import RunSummary
 from mindformers_ext.predict.text import answer_text
 from mindformers_ext.predict.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
-
-# Records that wait for their turn, as a multiple of the batch size: only a rain of error records reaches it.
-_MAX_WAITING = 4
-_MAX_MESSAGE = 500
-_MAX_LOGGED_FAILURES = 5
-# What a record or its batch can bring about. Any other exception is a mistake of the program.
-_FAULTS_OF_RECORDS = (RuntimeError, FloatingPointError, MemoryError, ValueError)
+from mindformers_ext.predict.window import Window
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """`outputs` holds (sample_idx, prompt ids + new ids) of every answered record, in input order, if collected."""
+    """`outputs` holds (sample_idx, prompt ids + new ids) of every record answered now, in input order, if collected."""
 
     outputs: list[tuple[int, list[int]]]
     summary: RunSummary
 
 
-Decode: TypeAlias = Callable[[list[list[int]], list[int]], list[Completion]]
+class RecordWriter(Protocol):
+    """Where the rows of finished records go, in the order in which they are finished."""
+
+    def write(self, index: int, content: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Takes the rows of record `index`, whose content has the hash `content`."""
 
 
-class RowWriter(Protocol):
-    """Where rows go."""
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Takes the next row."""
-
-
-@dataclass
-class _Job:
-    """A record on its way: with ids when it can be answered, then with completions or an error."""
-
-    record: Record
-    prompt_ids: list[int]
-    error: RecordError | None
-    completions: list[Completion] = field(default_factory=list)
+def stop_alone(reason: JobStoppedError | None) -> None:
+    """The agreement of one process: raises what it is given."""
+    if reason is not None:
+        raise reason
 
 
 def run_generation(
     records: Iterable[Record],
     tokenizer: Tokenizer,
     decode: Decode,
-    writer: RowWriter | None = None,
+    writer: RecordWriter | None = None,
     *,
     batch_size: int,
     max_new_tokens: int,
@@ -71,19 +55,26 @@ def run_generation(
     progress: bool = False,
     total: int | None = None,
     collect: bool = True,
+    finished: FinishedRecords | None = None,
+    num_errors: int = 0,
+    on_error: Literal["record", "abort"] = "record",
+    max_errors: int | None = None,
+    prepare: Callable[[], None] | None = None,
+    agree: Callable[[JobStoppedError | None], None] = stop_alone,
 ) -> RunResult:
-    """Answers every record and writes its row, or its `num_sequences` rows, in input order, as soon as its turn comes.
+    """Answers every record and writes its row, or its `num_sequences` rows, as soon as they are known.
 
     A record that cannot be answered becomes an error row and the run goes on. A batch whose `decode` raises is tried
-    again in halves, so that only the record at fault is lost. Reads ahead by a few batches at most.
+    again in halves, so that only the record at fault is lost. Reads ahead by a few batches at most, and answers prompts
+    of like length together; no answer depends on that.
 
     Args:
         records: see `normalize_input`.
         tokenizer: makes ids of prompts and text of new ids.
         decode: takes the ids of at most `batch_size` prompts and the indices of their records, and returns the
             completions in that order, `num_sequences` for each prompt. RuntimeError, ValueError and FloatingPointError
-            mean that some record of the batch is at fault, `MemoryError` that the batch did not fit; any other
-            exception ends the run.
+            mean that some record of the batch is at fault, and where memory ran out that the batch did not fit; any
+            other exception ends the run.
         writer: takes the rows; None on ranks that do not write.
         batch_size: prompts in one call of `decode`.
         max_new_tokens: new ids a record may get; with its prompt they must fit into `max_length`.
@@ -91,152 +82,145 @@ def run_generation(
         vocab_size: ids the model has; a prompt with another id is an error. None for no limit.
         num_sequences: answers to each record.
         skip_special_tokens: leave special tokens out of the text.
-        progress: show a progress bar on stderr.
-        total: number of records if known, for the bar.
+        progress: show a progress bar on a terminal, else log lines.
+        total: number of records if known, for the time that is left.
         collect: keep the ids of every record for the result; False keeps none, so a run's memory has a bound.
+        finished: records that are passed over, as long as their content is the same.
+        num_errors: how many of those have an error; they count in `max_errors`.
+        on_error: `abort` stops the run at a record that cannot be answered, which is not written then.
+        max_errors: stops the run once so many records have an error; None for no limit.
+        prepare: is called once, before the first batch; not at all if there is none.
+        agree: is called after each batch, on all processes of the job, with what stopped this one, or None. Raises
+            `JobStoppedError` on all of them if any was stopped.
 
     Raises:
         ValueError: batch_size or max_new_tokens below 1.
-        OSError: the input cannot be read on, or the output cannot be written.
+        JobStoppedError: the run ended early; see `on_error`, `max_errors` and `agree`, or the writer stopped it.
+        OSError: the input cannot be read on.
     """
     for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
-    run = _Run(tokenizer, decode, writer, num_sequences, skip_special_tokens, collect)
+    answerer = Answerer(decode, batch_size, num_sequences)
+    emitter = _Emitter(tokenizer, writer, num_sequences, skip_special_tokens, collect, on_error, max_errors, num_errors)
+    window = Window(batch_size)
+    prepared = prepare is None
     start = time.perf_counter()
-    waiting: list[_Job] = []
-    num_ready = 0
-    with _progress_bar(progress, total) as bar:
+    with Progress(progress, total) as bar:
+
+        def finish() -> None:
+            nonlocal prepared
+            for batch in window.batches(batch_size):
+                if batch[0].error is None:
+                    if not prepared:
+                        assert prepare is not None
+                        prepare()
+                        prepared = True
+                    answerer.answer(batch)
+                agree(emitter.emit(batch))
+                bar.update(len(batch), emitter.summary)
+
         for record in records:
-            job = _tokenize(record, tokenizer, max_new_tokens, max_length, vocab_size)
-            waiting.append(job)
-            num_ready += job.error is None
-            # An error with no answer before it has its turn now.
-            if num_ready in (0, batch_size) or len(waiting) >= _MAX_WAITING * batch_size:
-                run.finish(waiting)
-                bar.update(len(waiting))
-                waiting, num_ready = [], 0
-        run.finish(waiting)
-        bar.update(len(waiting))
-    run.summary.wall_seconds = time.perf_counter() - start
-    return RunResult(run.outputs, run.summary)
-
-
-def _progress_bar(progress: bool, total: int | None) -> tqdm[Any]:
-    interval = 0.2 if sys.stderr.isatty() else 30.0  # a log file needs no animation
-    return tqdm(desc="predict", unit="record", total=total, disable=not progress, file=sys.stderr, mininterval=interval)
+            content = record_hash(record) if writer is not None or finished is not None else 0
+            if finished is not None and finished.has(record.index, content):
+                emitter.summary.num_resumed += 1
+                bar.update(1, emitter.summary)
+                continue
+            window.add(_tokenize(record, content, tokenizer, max_new_tokens, max_length, vocab_size))
+            if window.is_full:
+                finish()
+        finish()
+    emitter.summary.wall_seconds = time.perf_counter() - start
+    emitter.outputs.sort(key=lambda output: output[0])
+    return RunResult(emitter.outputs, emitter.summary)
 
 
 def _tokenize(
-    record: Record, tokenizer: Tokenizer, max_new_tokens: int, max_length: int | None, vocab_size: int | None
-) -> _Job:
+    record: Record, content: int, tokenizer: Tokenizer, max_new_tokens: int, max_length: int | None, vocab: int | None
+) -> Job:
+    def failed(error: RecordError) -> Job:
+        return Job(record, [], error, content)
+
     if record.prompt is None:
-        return _Job(record, [], record.error or RecordError("schema", "the record has no prompt"))
+        return failed(record.error or RecordError("schema", "the record has no prompt"))
     try:
-        ids = tokenizer.encode(record.prompt)
+        ids = tokenizer.encode(record.prompt, record.add_special_tokens)
     except Exception as error:  # whatever one text does to the tokenizer must not end the run
-        return _Job(record, [], RecordError("tokenize", _sentence(error)))
+        return failed(RecordError("tokenize", sentence(error)))
     if not ids:
-        return _Job(record, [], RecordError("tokenize", "the prompt gives no tokens"))
-    if vocab_size is not None and max(ids) >= vocab_size:
-        message = f"token id {max(ids)} is beyond the model's vocabulary of {vocab_size}"
-        return _Job(record, [], RecordError("tokenize", message))
+        return failed(RecordError("tokenize", "the prompt gives no tokens"))
+    if vocab is not None and max(ids) >= vocab:
+        message = f"token id {max(ids)} is beyond the model's vocabulary of {vocab}"
+        return failed(RecordError("tokenize", message))
     if max_length is not None and len(ids) + max_new_tokens > max_length:
         message = f"{len(ids)} prompt tokens + max_new_tokens {max_new_tokens} exceed the model's length {max_length}"
-        return _Job(record, [], RecordError("too_long", message))
-    return _Job(record, ids, None)
+        return failed(RecordError("too_long", message))
+    return Job(record, ids, None, content)
 
 
-class _Run:
-    """The state of one run: what was answered and how to answer more."""
+@dataclass
+class _Emitter:
+    """Makes rows of what is finished, counts and writes them, and says when there are too many errors."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        decode: Decode,
-        writer: RowWriter | None,
-        num_sequences: int,
-        skip_special_tokens: bool,
-        collect: bool,
-    ) -> None:
+    tokenizer: Tokenizer
+    writer: RecordWriter | None
+    num_sequences: int
+    skip_special_tokens: bool
+    collect: bool
+    on_error: Literal["record", "abort"]
+    max_errors: int | None
+    num_errors: int
+
+    def __post_init__(self) -> None:
         self.outputs: list[tuple[int, list[int]]] = []
         self.summary = RunSummary()
-        self._tokenizer = tokenizer
-        self._decode = decode
-        self._writer = writer
-        self._num_sequences = num_sequences
-        self._skip_special_tokens = skip_special_tokens
-        self._collect = collect
-        self._num_logged = 0
-        self._traced = False
 
-    def finish(self, jobs: list[_Job]) -> None:
-        """Answers those of `jobs` that have ids and emits all of them."""
-        self._answer([job for job in jobs if job.error is None])
-        for job in jobs:
-            self._emit(job)
-
-    def _answer(self, batch: list[_Job]) -> None:
-        if not batch:
-            return
-        failure: RecordError | None = None
+    def emit(self, jobs: Sequence[Job]) -> JobStoppedError | None:
+        """Writes the rows of a batch; returns why the run stops here, None if it goes on."""
+        reason: JobStoppedError | None = None
         try:
-            completions = self._decode([job.prompt_ids for job in batch], [job.record.index for job in batch])
-        except _FAULTS_OF_RECORDS as error:
-            kind: ErrorType = "oom" if isinstance(error, MemoryError) else "forward"
-            failure = RecordError(kind, f"{type(error).__name__}: {_sentence(error)}")
-            self._log_failure(batch, failure, error)
-        # Out of the except block: the traceback holds the failed step's tensors, which the retry may need room for.
-        if failure is None:
-            each = self._num_sequences
-            if len(completions) != each * len(batch):
-                raise RuntimeError(
-                    f"decode returned {len(completions)} completions for {len(batch)} prompts, not {each} for each"
-                )
-            for index, job in enumerate(batch):
-                job.completions = completions[each * index : each * (index + 1)]
-        elif len(batch) == 1:
-            batch[0].error = failure
-        else:
-            middle = len(batch) // 2
-            self._answer(batch[:middle])
-            self._answer(batch[middle:])
+            for job in jobs:
+                if job.error is None:
+                    self._answered(job)
+                elif self.on_error == "record":
+                    self._failed(job, job.error)
+                elif reason is None:
+                    error = job.error
+                    reason = JobStoppedError(
+                        f"predict.on_error: record {job.record.index}: {error.type}: {error.message}"
+                    )
+        except JobStoppedError as stopped:  # the writer is on one process, and all of them have to know
+            return stopped
+        if reason is None and self.max_errors is not None and self.num_errors >= self.max_errors:
+            reason = JobStoppedError(
+                f"{self.num_errors} records have an error, predict.max_errors is {self.max_errors}"
+            )
+        return reason
 
-    def _log_failure(self, batch: list[_Job], failure: RecordError, error: Exception) -> None:
-        self._num_logged += 1
-        if self._num_logged > _MAX_LOGGED_FAILURES:
-            return
-        indices = ", ".join(str(job.record.index) for job in batch)
-        retry = "; trying again in halves" if len(batch) > 1 else ""
-        # One traceback, which shows whether it is a record or the program. A model without finite scores needs none.
-        trace = None if self._traced or isinstance(error, FloatingPointError) else error
-        self._traced = self._traced or trace is not None
-        logger.warning("records %s: %s: %s%s", indices, failure.type, failure.message, retry, exc_info=trace)
-        if self._num_logged == _MAX_LOGGED_FAILURES:
-            logger.warning("further failures are not logged; every error row has its message")
+    def _failed(self, job: Job, error: RecordError) -> None:
+        self.num_errors += 1
+        self._write(job, [error_row(job.record, error)])
+        self.summary.add_error(error)
 
-    def _emit(self, job: _Job) -> None:
-        if not job.completions:
-            error = job.error or RecordError("forward", "no completion")
-            self.summary.add_error(error)
-            if self._writer is not None:
-                self._writer.write(error_row(job.record, error))
-            return
-        self.summary.add_answer(len(job.prompt_ids))
+    def _answered(self, job: Job) -> None:
+        rows = []
+        outputs = []
         for index, completion in enumerate(job.completions):
             new_ids = [int(token) for token in completion.token_ids]  # a foreign model may give numpy's
-            self.summary.add_sequence(len(new_ids), completion.finish_reason)
-            if self._collect:
-                self.outputs.append((job.record.index, job.prompt_ids + new_ids))
-            if self._writer is not None:
+            outputs.append((job.record.index, job.prompt_ids + new_ids))
+            if self.writer is not None:
                 text = answer_text(
-                    self._tokenizer, job.prompt_ids, new_ids, completion.stop_position, self._skip_special_tokens
+                    self.tokenizer, job.prompt_ids, new_ids, completion.stop_position, self.skip_special_tokens
                 )
-                sequence = index if self._num_sequences > 1 else None
-                self._writer.write(answer_row(job.record, job.prompt_ids, new_ids, text, completion, sequence))
+                sequence = index if self.num_sequences > 1 else None
+                rows.append(answer_row(job.record, job.prompt_ids, new_ids, text, completion, sequence))
+        self._write(job, rows)
+        self.summary.add_answer(len(job.prompt_ids))
+        for completion in job.completions:
+            self.summary.add_sequence(len(completion.token_ids), completion.finish_reason)
+        if self.collect:
+            self.outputs += outputs
 
-
-def _sentence(error: BaseException) -> str:
-    """The first line of an exception's message; device errors bring pages of stack traces."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:_MAX_MESSAGE] if lines else type(error).__name__
+    def _write(self, job: Job, rows: Sequence[dict[str, Any]]) -> None:
+        if self.writer is not None:
+            self.writer.write(job.record.index, job.content, rows)

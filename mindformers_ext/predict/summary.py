@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from mindformers_ext.predict.records import RecordError
 
@@ -23,7 +25,8 @@ class RunSummary:
     """Counts of one run. `errors` counts by class, `finish_reasons` counts sequences by the reason why they ended.
 
     `num_answers` is the number of answered records, and tokens are theirs; `wall_seconds` is from the first record read
-    to the last row written; `seed` is that of sampling, None in other modes.
+    to the last row written; `seed` is that of sampling, None in other modes. `num_resumed` of the records were finished
+    by earlier runs of the job.
     """
 
     num_answers: int = 0
@@ -33,6 +36,7 @@ class RunSummary:
     new_tokens: int = 0
     wall_seconds: float = 0.0
     seed: int | None = None
+    num_resumed: int = 0
 
     @property
     def num_errors(self) -> int:
@@ -43,6 +47,16 @@ class RunSummary:
     def num_records(self) -> int:
         """How many records the input had."""
         return self.num_answers + self.num_errors
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the values as plain data."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunSummary:
+        """Returns the summary whose `to_dict` gave `values`."""
+        counts: dict[str, Any] = {name: Counter(v) if isinstance(v, dict) else v for name, v in values.items()}
+        return cls(**counts)
 
     def add_answer(self, num_prompt_tokens: int) -> None:
         """Counts an answered record."""
@@ -58,6 +72,15 @@ class RunSummary:
         """Counts a record without an answer."""
         self.errors[error.type] += 1
 
+    def add_row(self, row: Mapping[str, Any]) -> None:
+        """Counts a row of an output."""
+        if "error" in row:
+            self.errors[row["error_type"]] += 1
+            return
+        if row.get("sequence_idx", 0) == 0:
+            self.add_answer(row["num_prompt_tokens"])
+        self.add_sequence(row["num_new_tokens"], row["finish_reason"])
+
 
 def format_summary(summary: RunSummary, timings: Timings | None = None) -> list[str]:
     """Returns the closing lines of a run, for the log or the terminal."""
@@ -66,6 +89,8 @@ def format_summary(summary: RunSummary, timings: Timings | None = None) -> list[
         f"errors: {summary.num_errors}{_counts(summary.errors)}",
         f"tokens: {summary.prompt_tokens} prompt, {summary.new_tokens} new; wall time: {summary.wall_seconds:.1f} s",
     ]
+    if summary.num_resumed:
+        lines.append(f"resumed: {summary.num_resumed} of these records were finished before")
     if summary.seed is not None:
         lines.append(f"seed of sampling: {summary.seed}; generation.seed: {summary.seed} repeats this run")
     if timings is not None:

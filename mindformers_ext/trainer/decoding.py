@@ -55,9 +55,13 @@ _UNKNOWN_FILE_KEYS = (
     "token_healing",
     "watermarking_config",
 )
+_DRAWN = "drawn for this run"
 _MODE_KEYS = ("do_sample", "num_beams", *SAMPLING_KEYS)
 _ALWAYS_SHOWN = ("do_sample", "num_beams")
 _SHOWN_IN_SAMPLING = ("temperature", "top_k", "top_p")
+
+# The origin of a seed that nobody gave.
+DRAWN_SEED = "drawn for this run"
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,21 @@ class Resolved:
     config: GenerationConfig
     origins: dict[str, str]
 
+    @property
+    def seed_is_drawn(self) -> bool:
+        """Whether the seed of sampling was drawn here, because nobody gave one."""
+        return self.origins.get("seed") == _DRAWN
+
     def describe(self) -> str:
         """Returns one line for the log."""
         return ", ".join(f"{name} {getattr(self.config, name)} ({origin})" for name, origin in self.origins.items())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns value and origin of each option, for a file; plug-ins by their classes."""
+        return {
+            name: {"value": _plain(name, getattr(self.config, name)), "origin": origin}
+            for name, origin in self.origins.items()
+        }
 
 
 def resolve_generation(
@@ -117,7 +133,7 @@ def resolve_generation(
             values[name] = getattr(section, name)
             origins.setdefault(name, "default")
     if section.do_sample and section.seed is None:
-        values["seed"], origins["seed"] = fresh_seed(), "drawn for this run"
+        values["seed"], origins["seed"] = fresh_seed(), _DRAWN
     listed = {name: stored_ids(name, stored, path) for name in SPECIAL_KEYS}
     file = path.name if path is not None else FILE
     eos, origins["eos_token_id"] = _eos(
@@ -135,6 +151,10 @@ def resolve_generation(
     check_token_ids(config, vocab_size)
     shown = {"max_new_tokens": "inference"} | dict.fromkeys(plugins, "argument") | origins
     return Resolved(config, {name: origin for name, origin in shown.items() if name in values})
+
+
+def _plain(name: str, value: Any) -> Any:
+    return [type(plugin).__name__ for plugin in value] if name in _PLUGINS else value
 
 
 def _options(section: GenerationSection) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Replicas of a model that answer different records of one batch."""
+"""Ranks that answer a batch together: replicas share its records, and all of them learn how it went."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mindformers_ext.parallel.agreement import first_error
+from mindformers_ext.parallel.agreement import PeerLostError, RankError, gather_errors
 from mindformers_ext.parallel.groups import ParallelContext
-from mindformers_ext.predict import Completion
+from mindformers_ext.predict import FAULTS_OF_RECORDS, BatchError, Completion, JobStoppedError, described_fault
 from mindformers_ext.predict.schedule import balance
 
 Decode = Callable[[list[list[int]], list[int]], list[Completion]]
 
-_FAULTS = (RuntimeError, FloatingPointError, MemoryError, ValueError)
+_FAULTS = {fault.__name__ for fault in FAULTS_OF_RECORDS}
 
 
 def shared_decode(decode: Decode, context: ParallelContext, num_sequences: int, idle: Callable[[], None]) -> Decode:
-    """Returns a function that answers a batch on all replicas together; every rank calls it and gets every answer.
+    """Returns a function that answers a batch on all ranks together; every rank calls it and gets every answer.
+
+    What fails on one rank fails on all of them: as `JobStoppedError` where a rank has to stop, as `BatchError` where
+    one of the records may be at fault, and otherwise as `PeerLostError`, which ends the run.
 
     Args:
         decode: answers prompts on the replica of this rank.
@@ -37,12 +40,32 @@ def shared_decode(decode: Decode, context: ParallelContext, num_sequences: int, 
                 found = decode([prompts[piece] for piece in mine], [indices[piece] for piece in mine])
             else:
                 idle()
-        except _FAULTS as raised:
+        except Exception as raised:
             error = raised
-        first_error(context, error)
+        _raise_together(gather_errors(context, error), error, context.rank, indices)
+        if group.size == 1:
+            return found
         return _in_order(group.all_gather_object([asdict(completion) for completion in found]), shares, num_sequences)
 
     return answer
+
+
+def _raise_together(errors: Sequence[RankError], error: Exception | None, rank: int, indices: Sequence[int]) -> None:
+    """Raises what makes all ranks do the same, if one failed: stop, try the batch again in halves, or end."""
+    for one in errors:
+        if JobStoppedError.__name__ in one.kinds:
+            raise JobStoppedError(one.message) from error
+    if not errors:
+        return
+    cause = errors[0]
+    if _FAULTS & set(cause.kinds):
+        raise BatchError(described_fault(cause.kinds[0], cause.message)) from error
+    if cause.rank == rank and error is not None:
+        raise error
+    records = ", ".join(str(index) for index in indices)
+    raise PeerLostError(
+        cause.rank, f"rank {cause.rank} failed: {cause.message} ({cause.kinds[0]}, with records {records})"
+    ) from error
 
 
 def _in_order(

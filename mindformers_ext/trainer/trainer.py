@@ -3,52 +3,57 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import asdict
-from numbers import Integral
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal
 
 from mindspore import nn
 
-from mindformers_ext.checkpoint import check_weights
-from mindformers_ext.config import InferenceSection, TrainConfig, load_config
+from mindformers_ext.checkpoint import check_no_other_run, check_weights, saved_step
+from mindformers_ext.config import TrainConfig, load_config
 from mindformers_ext.generate import GenerationStats
-from mindformers_ext.generate.noise import fresh_seed
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
-from mindformers_ext.parallel.agreement import require_same
+from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
-from mindformers_ext.predict import (
-    RunSummary,
-    Timings,
-    Tokenizer,
-    check_output,
-    format_summary,
-    normalize_input,
-    open_writer,
-)
+from mindformers_ext.predict import RunSummary, Tokenizer
+from mindformers_ext.predict.metrics import Latencies
+from mindformers_ext.predict.progress import estimate_total
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
+from mindformers_ext.trainer.batch_job import BatchJob, open_batch_job
 from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import build_causal_lm
-from mindformers_ext.trainer.fingerprint import fingerprint, input_fingerprint
+from mindformers_ext.trainer.checks import save_folder
+from mindformers_ext.trainer.fingerprint import fingerprint
 from mindformers_ext.trainer.inference import (
+    Watch,
     build_inference_tokenizer,
     configure_inference,
     generate_from_records,
-    resolve_generation,
     without_unnamed_tokens,
 )
 from mindformers_ext.trainer.model import (
     checkpoint_model_files,
     load_model_weights,
-    protected_files,
     resolve_model_config,
+    tokenizer_folder,
     training_tokenizer,
 )
-from mindformers_ext.trainer.setup import TrainingRun, build_training_run
+from mindformers_ext.trainer.report import RunMeter, report_run
+from mindformers_ext.trainer.request import (
+    PredictionRequest,
+    check_files,
+    inference_options,
+    read_request,
+    request_identity,
+    require_same_request,
+)
+from mindformers_ext.trainer.saving import write_checkpoint, write_description
+from mindformers_ext.trainer.setup import TrainingRun, build_training_run, described_by
 from mindformers_ext.trainer.train_state import TrainerState
 from mindformers_ext.trainer.training import LossFunction, train_loop
+from mindformers_ext.trainer.watchdog import Watchdog
 
 
 class Trainer:
@@ -108,28 +113,30 @@ class Trainer:
             logger.warning(warning)
 
         dims = ParallelDims.from_config(self.config.parallelism, world_size())
-        self._weights_loaded = False
+        self._weights_loaded, self._own_model = False, model is not None
+        self._saved_to: set[Path] = set()
         training = self.config.training
         self.tokenizer: Tokenizer | None
         if self.is_inference:
             self.tokenizer = build_inference_tokenizer(self.config)
-            _check_files(self.config)
+            check_files(self.config, self.tokenizer)
         else:
             self.tokenizer = training_tokenizer(self.config)
         model_config = None
         if model is None:
             model_config = (configure_inference if self.is_inference else resolve_model_config)(self.config)
-            if self.is_inference:
-                check_weights(self.config.checkpoint.load_path, weight_layout(model_config))
         setup_runtime(seed=training.seed, deterministic=training.deterministic)
-        self._context = _joined_job(dims, self.config)
-        self.model = self._apply_parallelism(model, model_config)
+        self._watchdog = Watchdog(rank(), dims.world_size)
+        with self._watchdog.phase("joining the job and building the model", *self._limit("start_timeout")):
+            self._context = _joined_job(dims, self.config, model_config)
+            self.model = self._apply_parallelism(model, model_config)
         self.state = TrainerState(max_steps=training.steps)
         self._run: TrainingRun | None = None
         if not self.is_inference:
             self._run = build_training_run(
                 self.config,
                 self.model,
+                self._context,
                 self.tokenizer,
                 given["model"] is not None,
                 train_dataset,
@@ -172,19 +179,25 @@ class Trainer:
         batch_size: int | None = None,
         dataset_field: str | None = None,
         collect: bool = True,
+        resume: bool | Literal["auto"] | None = None,
         **generation: Any,
     ) -> list[tuple[int, list[int]]]:
         """Answers prompts and writes one row for each input record, in input order.
 
+        With an output, finished records go to ``<output>.journal`` at once; the output appears, or changes, when all
+        are finished. A run that was stopped goes on from its journal, and a complete output is left as it is.
+
         Args:
-            input_data: a prompt, a file (``.jsonl``, ``.json``, or text with a prompt a line), a dict, a list of dicts
-                or of strings; None takes ``inference.input_data``.
+            input_data: a prompt, a file (``.jsonl``, ``.json``, or text with a prompt a line), several as
+                ``{"files": [...]}``, ``-`` for standard input, a dict, a list of dicts or of strings; None takes
+                ``inference.input_data``.
             max_new_tokens: None takes ``inference.max_new_tokens``.
             output: ``.jsonl``, ``.json``, ``.txt`` or a name without suffix; None takes ``inference.output``; an empty
                 string, or None without an ``inference`` section, writes no file.
             batch_size: None takes ``inference.batch_size``.
             dataset_field: field of a record that holds the prompt; None takes ``predict.dataset_field``.
             collect: False returns an empty list, so that the answers of a long file need no memory.
+            resume: None takes ``predict.resume``.
             **generation: options of decoding in the names of the YAML's ``generation``, and the plug-ins
                 ``logits_processor`` and ``stopping_criteria``; they win over the YAML.
 
@@ -193,59 +206,157 @@ class Trainer:
 
         Raises:
             ValueError: an argument out of range, a checkpoint that does not fit, or an output that would overwrite one
-                of the run's own files or that another run is writing.
+                of the run's own files, that another run is writing or that has the journal of another job.
+            JobStoppedError: the run ended early (a signal, ``predict.max_errors``, a full disk, a lost rank); the same
+                call goes on where it ended.
             TypeError: an argument of a type that cannot be meant.
             FileNotFoundError: the input looks like a path and does not exist.
         """
-        options = _inference_options(self.config, input_data, max_new_tokens, output, batch_size)
-        field = self.config.predict.dataset_field if dataset_field is None else dataset_field
-        if options.output:
-            check_output(options.output, options.input_data, protected_files(self.config))
-        records = normalize_input(options.input_data, field)
         if self.tokenizer is None:
             raise ValueError("inference() needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
         self._validate_pp_inference()
-        model_config = getattr(self.model, "config", None)
-        vocab_size = getattr(model_config, "vocab_size", self.tokenizer.vocab_size)
-        folder = checkpoint_model_files(self.config) if self.config.checkpoint.load_path else None
-        resolved = resolve_generation(
-            self.config.generation, options.max_new_tokens, self.tokenizer, folder, vocab_size, generation
+        request = read_request(
+            self.config,
+            self.tokenizer,
+            self._model_config,
+            self._context,
+            inference_options(self.config, input_data, max_new_tokens, output, batch_size),
+            dataset_field,
+            generation,
         )
-        logger.info("decoding: %s", resolved.describe())
-        self._require_same_run(options, field, resolved.describe())
-        decoding = resolved.config
-        if self.config.predict.suppress_unnamed_tokens:
-            decoding = without_unnamed_tokens(decoding, self.tokenizer, vocab_size)
-        if decoding.do_sample and decoding.seed is None:
-            # Ranks that draw for themselves would choose different tokens.
-            decoding = decoding.updated(seed=self._context.world.all_gather_object(fresh_seed())[0])
-            logger.info("seed of sampling: %d", decoding.seed)
-        self._load_inference_checkpoint()
-        stats = GenerationStats()
-        writes = rank() == 0 and bool(options.output)
-        with open_writer(options.output) if writes else nullcontext() as writer:
-            result = generate_from_records(
-                self.model,
-                self.tokenizer,
-                records,
-                decoding,
-                stats,
-                writer=writer,
-                context=self._context,
-                batch_size=options.batch_size,
-                max_length=getattr(model_config, "seq_length", None),
-                vocab_size=vocab_size,
-                skip_special_tokens=self.config.predict.skip_special_tokens,
-                progress=self.config.predict.progress and rank() == 0,
-                collect=collect,
-            )
-        self.last_summary = result.summary
+        logger.info("decoding: %s", request.decoding.describe())
+        with self._starting("comparing the settings of all ranks"):
+            require_same_request(self._context, request)
+        drawn = request.decoding.seed_is_drawn
+        job = open_batch_job(
+            self._context,
+            request.options.output,
+            lambda: request_identity(self.config, request, has_own_weights=self._own_model or not self.is_inference),
+            {"seed": request.decoding.config.seed} if drawn else {},
+            self.config.predict.resume if resume is None else resume,
+            repeatable=not drawn,
+            needs_ids=collect,
+        )
+        with job:
+            if job.is_complete:
+                self.last_summary, outputs = job.stored(collect)
+                logger.info("%s is complete, nothing is left to do", request.options.output)
+                return outputs
+            return self._answer(job, request, collect)
+
+    def _answer(self, job: BatchJob, request: PredictionRequest, collect: bool) -> list[tuple[int, list[int]]]:
+        """Answers what is left of the records and publishes the output; see `inference`."""
+        assert self.tokenizer is not None
+        predict, options = self.config.predict, request.options
+        decoding = request.decoding.config
+        if request.decoding.seed_is_drawn:
+            decoding = decoding.updated(seed=job.facts["seed"])
+            if job.num_finished:
+                logger.info("seed of sampling: %d, that of the run before", decoding.seed)
+        if predict.suppress_unnamed_tokens:
+            decoding = without_unnamed_tokens(decoding, self.tokenizer, request.vocab_size)
+        stats, latencies = GenerationStats(), Latencies()
+        meter = RunMeter(self.model, self._context)
+        result = generate_from_records(
+            self.model,
+            self.tokenizer,
+            request.records,
+            decoding,
+            stats,
+            writer=job.writer,
+            context=self._context,
+            watch=self._watched(stats),
+            batch_size=options.batch_size,
+            latencies=latencies,
+            total=estimate_total(options.input_data) if rank() == 0 else None,
+            step_check=job.step_check,
+            max_length=getattr(self._model_config, "seq_length", None),
+            vocab_size=request.vocab_size,
+            skip_special_tokens=predict.skip_special_tokens,
+            progress=predict.progress and rank() == 0,
+            collect=collect,
+            finished=job.finished,
+            num_errors=job.num_errors,
+            on_error=predict.on_error,
+            max_errors=predict.max_errors,
+            prepare=self._load_inference_checkpoint,
+            agree=job.agree,
+        )
+        self.last_summary, outputs = job.publish(result, collect)
         self.last_summary.seed = decoding.seed
-        for line in format_summary(result.summary, Timings(**asdict(stats))):
-            logger.info(line)
-        if writes:
-            logger.info("results: %s", options.output)
-        return result.outputs
+        report_run(
+            self.last_summary,
+            result.summary.new_tokens,
+            meter.reports(stats),
+            latencies,
+            {"decoding": request.decoding.as_dict(), "batch_size": options.batch_size, "layout": meter.layout()},
+            options.output if rank() == 0 else "",
+            metrics_file=predict.metrics_file,
+        )
+        return outputs
+
+    @property
+    def _model_config(self) -> Any:
+        return getattr(self.model, "config", None)
+
+    def _limit(self, key: str) -> tuple[float, str]:
+        """A limit of the watchdog, and its name; training is not watched."""
+        return getattr(self.config.predict, key) if self.is_inference else 0.0, f"predict.{key}"
+
+    def _starting(self, name: str) -> AbstractContextManager[None]:
+        """Watches a step before the first batch."""
+        world = self._context.world
+        return self._watchdog.phase(name, *self._limit("start_timeout"), waiting_for=lambda: world.waiting_for)
+
+    def _watched(self, stats: GenerationStats) -> Watch:
+        """Returns what watches the answering of a batch of these records, the first one with more patience."""
+
+        def watch(records: Sequence[int]) -> AbstractContextManager[None]:
+            world, self._watchdog.records = self._context.world, records
+            return self._watchdog.phase(
+                "answering",
+                *self._limit("step_timeout" if stats.steps else "start_timeout"),
+                progress=lambda: (stats.steps, world.traffic.finished),
+                waiting_for=lambda: world.waiting_for,
+            )
+
+        return watch
+
+    def save_checkpoint(self, save_path: str | os.PathLike[str] | None = None) -> Path:
+        """Saves the weights of the moment, and in training the optimizer's state, in the layout of this job.
+
+        Every process of the job calls it and writes what it holds; the folder loads in any layout, on any number of
+        processes. ``config.json`` and the tokenizer go beside it. A predicting Trainer saves under the step of the
+        checkpoint that it has loaded, 0 if that has none.
+
+        Args:
+            save_path: root folder, which all processes share; None takes ``checkpoint.save_path``.
+
+        Returns:
+            The iteration folder.
+
+        Raises:
+            ValueError: the folder holds checkpoints of another run.
+            OSError: a process cannot write; raised on all of them.
+        """
+        section = self.config.checkpoint
+        root = save_folder(self.config) if save_path is None else Path(save_path)
+        self._load_inference_checkpoint()
+        own_root = self._run is not None and section.enable_save and root == save_folder(self.config)
+        with failing_together(self._context):
+            if root not in self._saved_to and not own_root:
+                check_no_other_run(root, None)
+            step, common = self.state.global_step, self.state.to_common()
+            tokenizer = tokenizer_folder(self.config)
+            if self.is_inference:
+                step, tokenizer = saved_step(section.load_path), checkpoint_model_files(self.config)
+                common = {"global_step": step}
+        optimizer = None if self._run is None or section.no_save_optim else self._run.optimizer
+        folder = write_checkpoint(self.model, self._context, root, step, common, section, optimizer)
+        write_description(self._context, root, described_by(self.model), tokenizer)
+        self._saved_to.add(root)
+        logger.info("saved %s", folder)
+        return folder
 
     def _apply_parallelism(self, model: nn.Cell | None, model_config: TransformerConfig | None) -> nn.Cell:
         """Spreads the model over the job's processes, the same way for training and prediction.
@@ -271,22 +382,6 @@ class Trainer:
             layers_per_stage=parallelism.pipeline_parallel_layers_per_stage,
         )
 
-    def _require_same_run(self, options: InferenceSection, field: str, decoding: str) -> None:
-        """Refuses to start where ranks would read, batch or decode differently.
-
-        Raises:
-            ValueError: names what differs, with the ranks.
-        """
-        if self._context.dims.world_size == 1:
-            return
-        compared = {
-            "batch_size": options.batch_size,
-            "the input": input_fingerprint(options.input_data),
-            "dataset_field": field,
-            "the options of decoding": decoding,
-        }
-        require_same(self._context, compared)
-
     def _validate_pp_inference(self) -> None:
         """Refuses pipeline options that have no meaning without a backward pass.
 
@@ -308,15 +403,21 @@ class Trainer:
         """Fills the model from ``checkpoint.load_path``, once."""
         if self._weights_loaded:
             return
-        load_model_weights(self.model, self.config.checkpoint.load_path)
+        with self._starting("loading the checkpoint"), failing_together(self._context):
+            world = self._context.world
+            load_model_weights(self.model, self.config.checkpoint.load_path, (world.rank, world.size))
         self._weights_loaded = True
 
 
-def _joined_job(dims: ParallelDims, config: TrainConfig) -> ParallelContext:
-    """Joins the job, and refuses ranks with different configurations."""
+def _joined_job(dims: ParallelDims, config: TrainConfig, model_config: TransformerConfig | None) -> ParallelContext:
+    """Joins the job, and refuses ranks with different configurations and a checkpoint that does not fit."""
     context = init_parallel(dims)
     if dims.world_size > 1:
         require_same(context, {"the configuration": fingerprint(config.to_dict())})
+    if config.run_mode == "predict" and model_config is not None:
+        with failing_together(context):
+            if context.rank == 0:  # reads the headers for all
+                check_weights(config.checkpoint.load_path, weight_layout(model_config))
     return context
 
 
@@ -328,36 +429,3 @@ def _load(
     if run_mode is not None and run_mode != config.run_mode:
         return load_config(config.to_dict(), {"run_mode": run_mode}, provided=provided)
     return config
-
-
-def _inference_options(
-    config: TrainConfig,
-    input_data: Any,
-    max_new_tokens: int | None,
-    output: str | os.PathLike[str] | None,
-    batch_size: int | None,
-) -> InferenceSection:
-    section = config.inference or InferenceSection(output="")
-    if output is not None and not isinstance(output, str | os.PathLike):
-        raise TypeError(f"output must be a path, not {type(output).__name__}")
-    return InferenceSection(
-        max_new_tokens=section.max_new_tokens if max_new_tokens is None else _count("max_new_tokens", max_new_tokens),
-        batch_size=section.batch_size if batch_size is None else _count("batch_size", batch_size),
-        output=section.output if output is None else os.fsdecode(output),
-        input_data=section.input_data if input_data is None else input_data,
-    )
-
-
-def _count(name: str, value: Any) -> int:
-    # numpy's integers are registered as Integral
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, not {value!r}")
-    return int(value)
-
-
-def _check_files(config: TrainConfig) -> None:
-    """Finds mistakes in paths before the model is built."""
-    section = config.inference or InferenceSection()
-    check_output(section.output, section.input_data, protected_files(config))
-    if section.input_data is not None:
-        normalize_input(section.input_data)

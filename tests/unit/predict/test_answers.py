@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindformers_ext.predict import Completion, Tokenizer, format_summary, normalize_input, open_writer, run_generation
+from mindformers_ext.predict import Completion, Tokenizer, format_summary, normalize_input, run_generation
 from mindformers_ext.predict.text import answer_text
+from mindformers_ext.predict.writers import write_rows
 
 DATA = Path(__file__).parents[2] / "data" / "tokenizer"
 TOKENIZER = Tokenizer.from_folder(DATA)
@@ -16,7 +17,10 @@ EOS = 0
 
 
 class Rows(list):
-    write = list.append
+    """Keeps rows in the order of their records."""
+
+    def write(self, index, content, rows):
+        self[:] = sorted([*self, *rows], key=lambda row: (row["sample_idx"], row.get("sequence_idx", 0)))
 
 
 def run(data, answers, **options):
@@ -64,8 +68,7 @@ def test_what_was_asked_for_comes_after_the_counts_and_can_be_written_as_json(tm
     rows, _ = run(["a"], lambda prompts: [completion("x", "time", **known)])
     assert list(rows[0])[-4:] == ["num_new_tokens", "sequence_score", "logprobs", "top_logprobs"]
     assert rows[0]["finish_reason"] == "time"
-    with open_writer(str(tmp_path / "out.jsonl")) as writer:
-        writer.write(rows[0])
+    write_rows(tmp_path / "out.jsonl", rows[:1])
     assert json.loads((tmp_path / "out.jsonl").read_text())["top_logprobs"] == [[[5, -0.25], [6, -1.5]]]
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from mindformers_ext.predict import (
     Completion,
+    JobStoppedError,
     Record,
     RecordError,
     Timings,
@@ -38,7 +39,16 @@ class Model:
 
 
 class Rows(list):
-    write = list.append
+    """Keeps rows in the order of their records, and the numbers of records in the order in which they came."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = []
+
+    def write(self, index, content, rows):
+        assert content
+        self.order.append(index)
+        self[:] = sorted([*self, *rows], key=lambda row: (row["sample_idx"], row.get("sequence_idx", 0)))
 
 
 def run(tokenizer, data, model=None, **options):
@@ -99,30 +109,28 @@ def test_batches_are_full_whatever_errors_lie_between(tokenizer):
     assert model.batches == [[1, 3, 4], [5, 7]]
 
 
-def test_rows_are_written_as_soon_as_their_turn_comes_and_input_is_read_no_further(tokenizer):
-    rows = Rows()
-    written_before_read = []
-
-    def source():
-        for record in normalize_input([{"instruction": text} for text in ("", "a", "b", "c", "d")]):
-            written_before_read.append(len(rows))
-            yield record
-
-    run_generation(source(), tokenizer, Model(), rows, batch_size=2, max_new_tokens=1)
-    assert written_before_read == [0, 1, 1, 3, 3]
+def test_prompts_of_a_window_are_answered_with_those_of_their_length_the_longest_first(tokenizer):
+    model = Model()
+    rows, _ = run(tokenizer, ["z" * (1 + index % 5) for index in range(10)], model, batch_size=2)
+    lengths = [len(tokenizer.encode("z" * (1 + index % 5))) for index in range(10)]
+    first, rest = model.batches[:4], model.batches[4:]
+    order = [index for batch in first for index in batch]
+    assert sorted(order) == list(range(8)) and rest == [[9, 8]]
+    assert [lengths[index] for index in order] == sorted((lengths[index] for index in order), reverse=True)
+    assert [row["sample_idx"] for row in rows] == list(range(10))
 
 
-def test_a_rain_of_error_records_does_not_hold_an_answer_back_for_ever(tokenizer):
+def test_a_bounded_number_of_records_is_read_ahead_whatever_they_are(tokenizer):
     rows = Rows()
 
     def source():
-        yield Record(0, {}, "a")
-        for index in range(1, 1000):
-            assert index - len(rows) <= 4 * 2
-            yield Record(index, {}, None, RecordError("parse", "bad"))
+        for index in range(500):
+            assert index - len(rows.order) < 2 * 4 * 2  # a window of prompts, and as many errors
+            bad = index % 3 == 1 or 100 < index < 300
+            yield Record(index, {}, None, RecordError("parse", "bad")) if bad else Record(index, {}, "a")
 
     run_generation(source(), tokenizer, Model(), rows, batch_size=2, max_new_tokens=1)
-    assert len(rows) == 1000
+    assert len(rows) == 500
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_and_never_cut(tokenizer):
@@ -162,7 +170,7 @@ def test_a_mistake_of_the_program_ends_the_run_at_once(tokenizer, bug):
     rows, model = Rows(), Model(bad=[3], failure=bug("bug"))
     with pytest.raises(bug):
         run_generation(normalize_input(["a"] * 8), tokenizer, model, rows, batch_size=2, max_new_tokens=1)
-    assert [row["sample_idx"] for row in rows] == [0, 1] and model.batches == [[0, 1], [2, 3]]
+    assert [row["sample_idx"] for row in rows] == [0, 1] and model.batches == [[0, 1], [2, 3]]  # equal lengths
 
 
 @pytest.mark.parametrize("failure", [ValueError("x"), FloatingPointError("x"), MemoryError("x"), RuntimeError("x")])
@@ -208,11 +216,11 @@ def test_a_decode_that_loses_a_row_is_an_error_of_the_program(tokenizer):
 
 def test_a_failing_writer_ends_the_run(tokenizer):
     class Full:
-        def write(self, row):
-            raise OSError(28, "No space left on device")
+        def write(self, index, content, rows):
+            raise JobStoppedError("No space left on device")
 
     model = Model()
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(JobStoppedError, match="No space"):
         run_generation(normalize_input(["a", "b"]), tokenizer, model, Full(), batch_size=1, max_new_tokens=1)
     assert model.batches == [[0]]
 
@@ -239,7 +247,7 @@ def test_neither_prompts_nor_answers_reach_log_or_terminal(tokenizer, log, capsy
     output = capsys.readouterr()
     assert "secret" not in log.text + output.err + output.out
     assert output.out == ""
-    assert "predict" in output.err
+    assert "predict: 1 records, " in log.text
     assert "records 2: forward: RuntimeError: first line" in log.text
 
 

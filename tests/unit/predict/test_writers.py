@@ -1,17 +1,17 @@
-import errno
-import fcntl
+import hashlib
 import json
 import os
-import pathlib
+import resource
+import signal
 import stat
-import subprocess
-import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mindformers_ext.predict import check_output, open_writer
+from mindformers_ext.predict import check_output, open_job
+from mindformers_ext.predict.output_files import draft_path, journal_path, manifest_path
+from mindformers_ext.predict.writers import keeps_ids, read_rows, write_rows
 
 per_test_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
@@ -30,9 +30,7 @@ ROWS = [{"sample_idx": 0, "generated_text": "a\nb"}, {"sample_idx": 1, "error": 
 
 
 def write(path, rows):
-    with open_writer(path) as writer:
-        for row in rows:
-            writer.write(row)
+    write_rows(path, rows)
     return path.read_bytes()
 
 
@@ -91,106 +89,50 @@ def test_text_that_utf8_can_hold_is_not_escaped(tmp_path):
     assert text in write(tmp_path / "o.jsonl", [{"generated_text": text}]).decode()
 
 
-def test_a_row_is_on_disk_before_the_next(tmp_path):
-    with open_writer(tmp_path / "o.jsonl") as writer:
-        writer.write(ROWS[0])
-        assert json.loads((tmp_path / "o.jsonl.partial").read_text()) == ROWS[0]
-        assert not (tmp_path / "o.jsonl").exists()
-    assert os.listdir(tmp_path) == ["o.jsonl"]
-
-
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])
-def test_a_failed_run_leaves_the_old_output_and_keeps_its_rows(tmp_path, failure):
+def test_a_file_that_cannot_be_built_leaves_the_old_one_and_nothing_else(tmp_path, failure):
     path = tmp_path / "o.jsonl"
     path.write_text("old")
-    with pytest.raises(failure), open_writer(path) as writer:
-        writer.write(ROWS[0])
+
+    def rows():
+        yield ROWS[0]
         raise failure
-    assert path.read_text() == "old"
-    assert json.loads((tmp_path / "o.jsonl.partial").read_text()) == ROWS[0]
-    assert len(write(path, ROWS).splitlines()) == 2
+
+    with pytest.raises(failure):
+        write_rows(path, rows())
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["o.jsonl"]
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_the_old_output(tmp_path):
     path = tmp_path / "o.jsonl"
     path.write_text("old")
-    with pytest.raises(OSError, match=r"No space left.*o\.jsonl\.partial"), open_writer(path) as writer:
-        with open("/dev/full", "wb") as full:
-            os.dup2(full.fileno(), writer._file.fileno())
-        writer.write(ROWS[0])
-    assert path.read_text() == "old"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+        with pytest.raises(OSError, match=r"cannot write: File too large.*o\.jsonl"):
+            write_rows(path, ROWS * 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["o.jsonl"]
 
 
-def test_a_second_writer_of_an_output_is_refused_and_harms_nothing(tmp_path):
-    path = tmp_path / "o.jsonl"
-    with open_writer(path) as writer:
-        writer.write(ROWS[0])
-        with pytest.raises(ValueError, match=r"o\.jsonl\.partial is being written by another run"):
-            open_writer(path)
-        writer.write(ROWS[1])
-    assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS
-    assert json.loads(write(path, ROWS[:1])) == ROWS[0]
+def test_size_checksum_and_rows_are_those_of_the_file(tmp_path):
+    for name in ("o.jsonl", "o.json", "o.txt"):
+        written = write_rows(tmp_path / name, ROWS)
+        content = (tmp_path / name).read_bytes()
+        assert (written.size, written.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+        assert written.rows == len(ROWS)
 
 
-HOLD = """
-import sys
-from mindformers_ext.predict import open_writer
-with open_writer(sys.argv[1]) as writer:
-    writer.write({"sample_idx": 7})
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_another_process_is_kept_out_until_it_is_killed(tmp_path):
-    path, root = tmp_path / "o.jsonl", pathlib.Path(__file__).parents[3]
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root
-    ) as other:
-        assert other.stdout.readline() == b"ready\n"
-        with pytest.raises(ValueError, match="another run"):
-            open_writer(path)
-        assert json.loads((tmp_path / "o.jsonl.partial").read_text()) == {"sample_idx": 7}
-        other.kill()
-    assert json.loads(write(path, ROWS[:1])) == ROWS[0]
-
-
-def test_the_lock_holds_until_the_output_has_its_name(tmp_path, monkeypatch):
-    path = tmp_path / "o.jsonl"
-    replace = os.replace
-
-    def racing(source, target):
-        with pytest.raises(ValueError, match="another run"):
-            open_writer(path)
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", racing)
-    assert json.loads(write(path, ROWS[:1])) == ROWS[0]
-
-
-def test_an_output_that_was_finished_between_open_and_lock_is_not_emptied(tmp_path, monkeypatch):
-    path = tmp_path / "o.jsonl"
-    first = open_writer(path)
-    first.write(ROWS[0])
-    lock = fcntl.flock
-
-    def late(descriptor, operation):
-        monkeypatch.setattr(fcntl, "flock", lock)
-        first.__exit__(None, None, None)
-        lock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with open_writer(path):
-        assert json.loads(path.read_text()) == ROWS[0]
-
-
-def test_a_file_system_without_locks_is_written_to_with_a_warning(tmp_path, monkeypatch, caplog):
-    def unsupported(descriptor, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    assert json.loads(write(tmp_path / "o.jsonl", ROWS[:1])) == ROWS[0]
-    assert "cannot be locked (No locks available)" in caplog.text
+@per_test_folder
+@given(rows_of_json)
+def test_rows_can_be_read_back_from_formats_that_keep_them(tmp_path, rows):
+    for name in ("o.jsonl", "o.json"):
+        write_rows(tmp_path / name, rows)
+        assert keeps_ids(tmp_path / name) and list(read_rows(tmp_path / name)) == joined(rows)
+    assert not keeps_ids(tmp_path / "o.txt")
 
 
 @pytest.mark.parametrize("name", ["model/o.jsonl", "model/deep/o.txt", "link/o", "x/../model/config.json", "train.txt"])
@@ -211,26 +153,17 @@ def test_what_is_protected_is_refused_as_output_by_any_name(tmp_path, name):
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
 def test_the_mode_is_0640_for_new_and_replaced_files(tmp_path, umask):
-    path = tmp_path / "deep" / "er" / "o.jsonl"
+    path = tmp_path / "o.jsonl"
     previous = os.umask(umask)
     try:
         write(path, ROWS)
         assert mode(path) == 0o640
         path.chmod(0o777)
-        (path.parent / "o.jsonl.partial").touch(0o777)
+        draft_path(path).touch(0o777)
         write(path, ROWS)
     finally:
         os.umask(previous)
     assert mode(path) == 0o640
-
-
-def test_a_relative_output_stays_where_the_run_began(tmp_path, monkeypatch):
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with open_writer("o.jsonl") as writer:
-        monkeypatch.chdir("other")
-        writer.write(ROWS[0])
-    assert (tmp_path / "o.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -243,7 +176,7 @@ def test_an_output_that_cannot_be_is_refused_and_nothing_is_made(tmp_path, name)
     (tmp_path / "dangling.json").symlink_to(tmp_path / "nothing")
     before = sorted(os.listdir(tmp_path))
     path = f"{tmp_path}/{name}" if name else ""
-    for refuse in (check_output, open_writer):
+    for refuse in (check_output, lambda path: open_job(path, {})):
         with pytest.raises(ValueError, match="output"):
             refuse(path)
     assert sorted(os.listdir(tmp_path)) == before
@@ -256,11 +189,13 @@ def test_a_device_as_output_is_refused(tmp_path):
         check_output(tmp_path / "o.txt")
 
 
-def test_a_link_in_place_of_the_partial_file_is_not_followed(tmp_path):
+@pytest.mark.parametrize("beside", [journal_path, manifest_path, draft_path])
+def test_a_link_in_place_of_a_file_beside_the_output_is_not_followed(tmp_path, beside):
     (tmp_path / "victim").write_text("content")
-    (tmp_path / "o.txt.partial").symlink_to(tmp_path / "victim")
-    with pytest.raises(ValueError, match="symbolic link"):
-        open_writer(tmp_path / "o.txt")
+    beside(tmp_path / "o.txt").symlink_to(tmp_path / "victim")
+    for refuse in (check_output, lambda path: open_job(path, {})):
+        with pytest.raises(ValueError, match="symbolic link"):
+            refuse(tmp_path / "o.txt")
     assert (tmp_path / "victim").read_text() == "content"
 
 
@@ -276,10 +211,12 @@ def test_the_input_file_is_refused_as_output_by_any_name(tmp_path, name):
     check_output(tmp_path / "other.txt", str(tmp_path / "in.txt"))
 
 
-def test_an_input_that_the_partial_file_would_overwrite_is_refused(tmp_path):
-    (tmp_path / "o.txt.partial").write_text("prompt")
+@pytest.mark.parametrize("beside", [journal_path, manifest_path, draft_path])
+def test_an_input_that_a_file_beside_the_output_would_overwrite_is_refused(tmp_path, beside):
+    source = beside(tmp_path / "o.txt")
+    source.write_text("prompt")
     with pytest.raises(ValueError, match="is the input file"):
-        check_output(tmp_path / "o.txt", tmp_path / "o.txt.partial")
+        check_output(tmp_path / "o.txt", source)
 
 
 def test_data_that_is_no_file_does_not_matter(tmp_path):

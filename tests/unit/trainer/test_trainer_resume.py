@@ -1,0 +1,149 @@
+"""inference() that is stopped and called again, with a model that transformers wrote."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+
+import pytest
+
+from mindformers_ext.predict import JobStoppedError
+from mindformers_ext.trainer import Trainer, inference
+
+CHECKPOINT = pathlib.Path(__file__).parents[2] / "data" / "checkpoints" / "qwen3"
+PROMPTS = ["one", "two two", "", "three three three", "four", "five five", "six", "seven"]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def config(load_path=CHECKPOINT, predict=None, **generation):
+    return {
+        "run_mode": "predict",
+        "checkpoint": {"load_path": str(load_path)},
+        "inference": {"input_data": PROMPTS, "max_new_tokens": 4, "batch_size": 1, "output": "o.jsonl"},
+        "generation": {"eos_token_id": None} | generation,
+        "predict": {"progress": False} | (predict or {}),
+    }
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """Stops a run by a signal before the third batch has its first token."""
+    calls = []
+    generate_rows = inference.generate_rows
+
+    def counting(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return generate_rows(*arguments, **options)
+
+    monkeypatch.setattr(inference, "generate_rows", counting)
+    return calls
+
+
+def rows(path="o.jsonl"):
+    return [json.loads(line) for line in pathlib.Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def journal():
+    return [line["index"] for line in rows("o.jsonl.journal")[1:]]
+
+
+def test_a_signal_stops_within_the_batch_and_the_next_call_goes_on(stopped):
+    trainer = Trainer(config())
+    with pytest.raises(JobStoppedError, match="SIGTERM was received"):
+        trainer.inference()
+    assert len(journal()) == 3 and not pathlib.Path("o.jsonl").exists()  # two answers and the record without a prompt
+    again = Trainer(config())
+    outputs = again.inference()
+    assert len(stopped) == 3 + 5 and again.last_summary.num_resumed == 3
+    assert again.inference() == outputs and len(stopped) == 8
+    assert again.last_summary.num_errors == 1
+    assert again.inference(output="undisturbed.jsonl") == outputs
+    assert pathlib.Path("o.jsonl").read_bytes() == pathlib.Path("undisturbed.jsonl").read_bytes()
+
+
+def test_a_stopped_run_without_a_seed_goes_on_with_the_one_that_it_drew(stopped):
+    first = Trainer(config(do_sample=True))
+    with pytest.raises(JobStoppedError):
+        first.inference()
+    second = Trainer(config(do_sample=True))
+    outputs = second.inference()
+    seed = second.last_summary.seed
+    assert Trainer(config(do_sample=True, seed=seed)).inference(output="expected.jsonl") == outputs
+    assert pathlib.Path("o.jsonl").read_bytes() == pathlib.Path("expected.jsonl").read_bytes()
+
+
+def test_everything_that_rows_depend_on_is_told_apart(stopped, tmp_path):
+    shutil.copytree(CHECKPOINT, tmp_path / "model")
+    with pytest.raises(JobStoppedError):
+        Trainer(config("model")).inference()
+
+    def refused(changed, **arguments):
+        with pytest.raises(ValueError, match="records of another job") as caught:
+            Trainer(changed).inference(**arguments)
+        return str(caught.value)
+
+    assert "generation.top_k was 50, is 3" in refused(config("model", do_sample=True, top_k=3, seed=1))
+    assert "max_new_tokens was 4, is 5" in refused(config("model"), max_new_tokens=5)
+    assert "predict.skip_special_tokens was true" in refused(config("model", {"skip_special_tokens": False}))
+    assert "input.data was" in refused(config("model"), input_data=[*PROMPTS, "eight"])
+    assert "generation.plugins was not there" in refused(config("model"), logits_processor=[lambda ids, scores: scores])
+
+    weights = tmp_path / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert "weights.model.safetensors was" in refused(config("model"))
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    tokenizer = tmp_path / "model" / "tokenizer_config.json"
+    before = tokenizer.read_text()
+    tokenizer.write_text(before + " ")
+    assert "tokenizer.tokenizer_config.json was" in refused(config("model"))
+    tokenizer.write_text(before)
+
+    assert len(journal()) == 3
+    shutil.move("model", "elsewhere")
+    Trainer(config("elsewhere")).inference(batch_size=4, prefill_chunk_size=7)
+    assert len(rows()) == len(PROMPTS)
+
+
+def test_a_model_in_memory_is_like_no_other(stopped):
+    model = Trainer(config()).model
+    with pytest.raises(JobStoppedError):
+        Trainer(config(), model=model).inference()
+    with pytest.raises(ValueError, match="weights was .*weights in memory of one process"):
+        Trainer(config(), model=model).inference()
+    done = Trainer(config(), model=model).inference(resume=False)
+    calls = len(stopped)
+    assert Trainer(config(), model=model).inference() == done and len(stopped) > calls
+
+
+def test_weights_that_cannot_be_read_are_not_taken_for_failing_records(monkeypatch):
+    trainer = Trainer(config())
+
+    def broken():
+        raise ValueError("the file changed")
+
+    monkeypatch.setattr(trainer, "_load_inference_checkpoint", broken)
+    with pytest.raises(ValueError, match="the file changed"):
+        trainer.inference()
+    assert not pathlib.Path("o.jsonl").exists()
+
+
+def test_an_interrupt_of_a_run_without_output_is_an_interrupt(monkeypatch):
+    trainer = Trainer(config())
+
+    def interrupt(*_, **__):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(inference, "generate_rows", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.inference(output="")
+    assert os.listdir() == []
