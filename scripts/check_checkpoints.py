@@ -19,8 +19,17 @@ import sys
 import tempfile
 from typing import Any
 
-from check_layouts import CHECKPOINTS, LAYOUTS, ROOT, parallelism
+from check_layouts import ROOT, parallelism
 
+CHECKPOINTS = ROOT / "tests" / "data" / "checkpoints"
+LAYOUTS = {
+    2: ("dp2", "fsdp2", "tp2", "pp2", "cp2", "cp2ulysses", "ep2fsdp2", "tp2ep2"),
+    4: (
+        *("dp4", "fsdp4", "tp4", "cp4", "cp4ulysses", "pp4", "ep4fsdp4", "tp2", "tp2pp2", "tp2cp2", "cp2pp2"),
+        *("tp2ep2pp2", "fsdp2tp2", "fsdp2pp2"),
+    ),
+    8: ("dp8", "fsdp8", "tp4fsdp2", "pp2tp2", "fsdp4", "ep8fsdp8", "pp4tp2", "ep2pp2fsdp2"),
+}
 _STEPS = 20
 
 
@@ -68,12 +77,13 @@ def run_worker(arguments: argparse.Namespace) -> int:
     results = []
     for family in arguments.families:
         before = None
+        layers = json.loads((CHECKPOINTS / family / "config.json").read_text())["num_hidden_layers"]
         for index, layout in enumerate(arguments.layouts):
             sources = {"trained on one process": folder / family}
             if before is not None:
                 sources[f"saved from {before}"] = folder / f"{family}-{before}"
             for what, source in sources.items():
-                trainer = trainer_of(source, parallelism(layout), redundant=bool(index % 2))
+                trainer = trainer_of(source, parallelism(layout, layers), redundant=bool(index % 2))
                 output = folder / f"{family}-{layout}.jsonl"
                 trainer.inference(output=output, collect=False)
                 if arguments.rank == 0:

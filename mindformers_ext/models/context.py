@@ -11,7 +11,7 @@ from mindspore import Tensor
 from mindformers_ext.models.mask import attention_bias, check_mask
 from mindformers_ext.models.rope import RotaryTable
 from mindformers_ext.models.sequence_share import SequenceShare, share_of
-from mindformers_ext.parallel.collectives import Group
+from mindformers_ext.parallel.groups import ParallelContext
 
 Value = TypeVar("Value")
 
@@ -96,9 +96,9 @@ class ForwardContext:
         """Returns cos and sin, float32 ``[..., rotary_dim]``, at other positions ``[...]``."""
         return self._tables[kind].lookup(positions)
 
-    def shared(self, group: Group, method: str) -> ForwardContext:
-        """Returns the tokens that this process computes where a group shares the sequence."""
-        share = share_of(group, self.past, self.length, method, lambda: self.bias(self.length))
+    def shared(self, parallel: ParallelContext) -> ForwardContext:
+        """Returns the tokens that this process computes where several share the sequence."""
+        share = share_of(parallel, self.past, self.length, lambda: self.bias(self.length))
         if share is None or not share.is_split:
             self.share = share
             return self

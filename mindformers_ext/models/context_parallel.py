@@ -7,6 +7,7 @@ process after the other, and what each process finds in its part of the cache is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -128,7 +129,7 @@ def shared_attention(
     if state is not None:
         state.keep(share, key, value)
     if share.is_split:
-        if share.method == "ulysses":
+        if share.ulysses.size > 1:
             return _by_heads(query, key, value, context, share, scale)
         keys, values = share.gather(key, 2), share.gather(value, 2)
         return ops.attention(query, keys, values, context.bias(share.total), scale)
@@ -142,29 +143,44 @@ def shared_attention(
 def _by_heads(
     query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, share: SequenceShare, scale: float
 ) -> Tensor:
-    """Exchanges tokens for heads, attends over all tokens with some heads, and exchanges back (arXiv 2309.14509)."""
-    size, batch, mine = share.group.size, context.batch, share.length
-    heads = key.shape[1] // size
-    parts = [share.part(index) for index in range(size)]
-    longest = max(end - begin for begin, end in parts)
+    """Exchanges tokens for heads, attends with some heads, and exchanges back (DeepSpeed Ulysses, arXiv 2309.14509).
+
+    Neighbours exchange: each has then some heads of the tokens of all of them. The keys of these heads are gathered
+    from the other groups of neighbours, if there are any.
+    """
+    group, batch, mine = share.ulysses, context.batch, share.length
+    # With fewer key-value heads than processes, each copy of one goes with a part of its queries.
+    copies = group.size // math.gcd(group.size, key.shape[1])
+    first = share.group.rank - group.rank
+    begin, end = share.block(first // group.size)
+    parts = [share.part(first + index) for index in range(group.size)]
+    longest = max(stop - start for start, stop in parts)
 
     def by_head(array: np.ndarray) -> Tensor:
-        """``[B, N, ..., S_own, D]`` of all heads to ``[B, N / size, ..., S, D]`` of some."""
-        moved = np.moveaxis(array.reshape(batch, size, heads, *array.shape[2:]), (1, -2), (0, 1))
-        sent = np.zeros((size, longest, *moved.shape[2:]), np.float32)
+        """``[B, N, ..., S_own, D]`` of all heads to ``[B, N / size, ..., S_block, D]`` of some."""
+        heads = array.shape[1] // group.size
+        moved = np.moveaxis(array.reshape(batch, group.size, heads, *array.shape[2:]), (1, -2), (0, 1))
+        sent = np.zeros((group.size, longest, *moved.shape[2:]), np.float32)
         sent[:, :mine] = moved
-        received = share.group.all_to_all(sent)
-        tokens = np.concatenate([rows[: end - begin] for rows, (begin, end) in zip(received, parts, strict=True)])
+        received = group.all_to_all(sent)
+        tokens = np.concatenate([rows[: stop - start] for rows, (start, stop) in zip(received, parts, strict=True)])
         return Tensor.from_numpy(np.ascontiguousarray(np.moveaxis(tokens, 0, -2)))
 
-    assert share.bias is not None
-    queries, keys, values = (by_head(part.asnumpy()) for part in (query, key, value))
-    attended = ops.attention(queries, keys, values, share.bias(), scale)
-    tokens = attended.asnumpy().reshape(batch, share.total, -1)
-    sent = np.zeros((size, batch, longest, tokens.shape[-1]), np.float32)
-    for index, (begin, end) in enumerate(parts):
-        sent[index, :, : end - begin] = tokens[:, begin:end]
-    received = share.group.all_to_all(sent)[:, :, :mine]
+    def bias() -> Tensor:
+        assert share.bias is not None
+        return Tensor.from_numpy(np.ascontiguousarray(share.bias().asnumpy()[:, :, begin:end]))
+
+    queries = query.asnumpy().reshape(batch, key.shape[1] * copies, -1, *query.shape[-2:])
+    keys, values = (by_head(part.asnumpy().repeat(copies, axis=1)) for part in (key, value))
+    attended = ops.attention(
+        *(by_head(queries), share.gather_blocks(keys, 2), share.gather_blocks(values, 2)),
+        *(context.cached("bias of neighbours", bias), scale),
+    )
+    tokens = attended.asnumpy().reshape(batch, end - begin, -1)
+    sent = np.zeros((group.size, batch, longest, tokens.shape[-1]), np.float32)
+    for index, (start, stop) in enumerate(parts):
+        sent[index, :, : stop - start] = tokens[:, start - begin : stop - begin]
+    received = group.all_to_all(sent)[:, :, :mine]
     return Tensor.from_numpy(np.ascontiguousarray(received.transpose(1, 2, 0, 3)).reshape(batch * mine, -1))
 
 

@@ -107,7 +107,9 @@ class GatedDeltaNet(nn.Cell):
         for turn in range(share.group.size):
             if turn == share.group.rank:
                 result = self._run(x, context, state)
-            state.conv, state.recurrent = (share.group.broadcast(part, turn) for part in (state.conv, state.recurrent))
+            for buffer in (state.conv, state.recurrent):
+                # In place: the buffers of a micro-batch are views of those of the whole batch.
+                ops.write_slots(buffer, 0, share.group.broadcast(buffer, turn))
         state.length = share.past + share.total
         return result
 

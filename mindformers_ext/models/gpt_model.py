@@ -115,7 +115,7 @@ class GPTModel(nn.Cell):
                 f"{self.config.model_type} has layers that cannot follow an additive attention_mask; give "
                 f"[{batch}, {past + length}] with 1 for real tokens and 0 for pads"
             )
-        context = context.shared(self.model_shard.context.cp, self.model_shard.cp_method)
+        context = context.shared(self.model_shard.context)
         if hidden is None:
             with self._joined(self.embedding):
                 hidden = self.embedding(context.input_ids).reshape(batch * context.length, -1)
@@ -148,7 +148,7 @@ class GPTModel(nn.Cell):
         return length if share is None else share.length
 
     def _share(self, past: int, length: int) -> SequenceShare | None:
-        return share_of(self.model_shard.context.cp, past, length, self.model_shard.cp_method)
+        return share_of(self.model_shard.context, past, length)
 
     def new_cache(self, batch_size: int, max_length: int) -> list[LayerState]:
         """Returns empty state for ``batch_size`` rows of up to ``max_length`` tokens, one entry a layer."""

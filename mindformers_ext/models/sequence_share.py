@@ -9,6 +9,7 @@ import numpy as np
 from mindspore import Tensor
 
 from mindformers_ext.parallel.collectives import Group
+from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.parallel.plan import split_evenly
 
 
@@ -18,18 +19,20 @@ class SequenceShare:
 
     Attributes:
         group: the processes.
+        ulysses: those of them that exchange heads for tokens: neighbours.
+        colossal: those of them that gather keys, one out of each group of neighbours.
         past: slots before this forward.
         total: new slots of the whole sequence.
         is_split: whether each process has a part of them; otherwise every process has all.
-        method: ``colossal`` (keys are gathered) or ``ulysses`` (heads are exchanged), for split tokens.
         bias: gives the bias of all new tokens over each other.
     """
 
     group: Group
+    ulysses: Group
+    colossal: Group
     past: int
     total: int
     is_split: bool
-    method: str
     bias: Callable[[], Tensor] | None = None
 
     def part(self, index: int) -> tuple[int, int]:
@@ -47,6 +50,11 @@ class SequenceShare:
         begin, end = self.own
         return end - begin
 
+    def block(self, index: int) -> tuple[int, int]:
+        """First and last + 1 of the new slots of the processes that exchange heads, of group ``index`` of these."""
+        size = self.ulysses.size
+        return self.part(index * size)[0], self.part(index * size + size - 1)[1]
+
     def kept(self) -> np.ndarray:
         """Which of the new tokens that this process computes it keeps in its cache, counted among them."""
         begin, end = self.own
@@ -57,10 +65,11 @@ class SequenceShare:
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """Joins the parts of all processes along ``dim``, whose size is `length` here."""
-        array = np.moveaxis(part.asnumpy(), dim, 0)
-        sizes = [end - begin for begin, end in map(self.part, range(self.group.size))]
-        joined = np.concatenate(self.group.all_gather_parts(array, sizes))
-        return Tensor.from_numpy(np.ascontiguousarray(np.moveaxis(joined, 0, dim)))
+        return _joined(part, dim, self.group, [self.part(index) for index in range(self.group.size)])
+
+    def gather_blocks(self, block: Tensor, dim: int) -> Tensor:
+        """Joins the `block` of every group that exchanges heads along ``dim``."""
+        return _joined(block, dim, self.colossal, [self.block(index) for index in range(self.colossal.size)])
 
     def last(self, hidden: Tensor, batch: int, kept: int) -> Tensor:
         """Returns the last ``kept`` tokens of each row, float32 ``[B * kept, W]``, from those here."""
@@ -73,21 +82,28 @@ class SequenceShare:
         return Tensor.from_numpy(self.group.all_reduce(found).reshape(batch * kept, -1))
 
 
+def _joined(part: Tensor, dim: int, group: Group, ranges: list[tuple[int, int]]) -> Tensor:
+    array = np.moveaxis(part.asnumpy(), dim, 0)
+    joined = np.concatenate(group.all_gather_parts(array, [end - begin for begin, end in ranges]))
+    return Tensor.from_numpy(np.ascontiguousarray(np.moveaxis(joined, 0, dim)))
+
+
 def share_of(
-    group: Group, past: int, length: int, method: str, bias: Callable[[], Tensor] | None = None
+    context: ParallelContext, past: int, length: int, bias: Callable[[], Tensor] | None = None
 ) -> SequenceShare | None:
     """Returns how processes share the tokens of a forward: they split the first ones, if each gets at least one.
 
     Args:
-        group: the processes.
+        context: the place of this process.
         past: tokens before.
         length: new tokens.
-        method: see `SequenceShare`.
         bias: see `SequenceShare`.
 
     Returns:
-        None for a group of one process.
+        None where one process has the sequence.
     """
+    group = context.cp
     if group.size == 1:
         return None
-    return SequenceShare(group, past, length, past == 0 and length >= group.size, method, bias)
+    is_split = past == 0 and length >= group.size
+    return SequenceShare(group, context.ulysses, context.colossal, past, length, is_split, bias)

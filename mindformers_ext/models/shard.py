@@ -30,14 +30,12 @@ class ModelShard:
         local: sizes of the blocks that this process builds.
         context: its place in the layout, and its groups.
         layers: its decoder layers.
-        cp_method: how attention shares the first tokens of a sequence, ``colossal`` or ``ulysses``.
     """
 
     config: TransformerConfig
     local: TransformerConfig
     context: ParallelContext
     layers: range
-    cp_method: str = "colossal"
 
     @property
     def is_first(self) -> bool:
@@ -101,7 +99,6 @@ def shard_of(
     config: TransformerConfig,
     context: ParallelContext | None = None,
     layers: range | None = None,
-    cp_method: str = "colossal",
 ) -> ModelShard:
     """Returns the part of a model for a process; by default all of it.
 
@@ -113,5 +110,5 @@ def shard_of(
     check_tensor_parallel(config, tp.size)
     check_expert_parallel(config, ep.size)
     local = local_config(config, tp.size, tp.rank, ep.size, ep.rank)
-    check_context_parallel(local, context.cp.size, cp_method)
-    return ModelShard(config, local, context, range(config.num_layers) if layers is None else layers, cp_method)
+    check_context_parallel(local, context.cp.size, context.ulysses.size)
+    return ModelShard(config, local, context, range(config.num_layers) if layers is None else layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -145,13 +146,13 @@ def check_expert_parallel(config: TransformerConfig, size: int) -> None:
         )
 
 
-def check_context_parallel(local: TransformerConfig, size: int, method: str) -> None:
+def check_context_parallel(local: TransformerConfig, size: int, ulysses: int) -> None:
     """Refuses to share sequences where a model's layers cannot.
 
     Args:
         local: sizes on one process of tensor parallelism.
         size: degree of context parallelism.
-        method: ``parallelism.context_parallel_method``.
+        ulysses: processes out of these that exchange heads.
 
     Raises:
         ValueError: says what would do.
@@ -163,14 +164,23 @@ def check_context_parallel(local: TransformerConfig, size: int, method: str) -> 
             f"parallelism: context_parallel {size}: the compressed blocks of {local.model_type} cannot be shared by "
             "processes; set it to 1 and use tensor_parallel or pipeline_parallel"
         )
-    if method == "ulysses" and (local.mla is not None or local.num_query_groups % size):
-        have = "latents" if local.mla is not None else f"{local.num_query_groups} key-value heads a process"
+    if ulysses > 1 and local.mla is not None:
         raise ValueError(
-            f"parallelism: context_parallel_method ulysses exchanges heads, and this {local.model_type} has {have}, "
-            f"which {size} processes cannot share; use colossal"
+            f"parallelism: context_parallel_method: the heads of this {local.model_type} share latents and cannot be "
+            "exchanged; use colossal"
         )
-    if method not in ("colossal", "ulysses"):
-        raise ValueError(f"parallelism: context_parallel_method {method!r} is not supported; use colossal or ulysses")
+    if not _exchanges_heads(local, ulysses):
+        possible = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and _exchanges_heads(local, n))
+        raise ValueError(
+            f"parallelism: context_parallel_method: {ulysses} processes cannot exchange the "
+            f"{local.num_attention_heads} heads, with {local.num_query_groups} key-value heads, that each of them has "
+            f"of this {local.model_type}; use hybrid with a ulysses_degree_in_cp out of {possible}, or colossal"
+        )
+
+
+def _exchanges_heads(local: TransformerConfig, ulysses: int) -> bool:
+    """Whether so many processes can have equally many heads each; a key-value head may be copied for its queries."""
+    return local.heads_per_group % (ulysses // math.gcd(ulysses, local.num_query_groups)) == 0
 
 
 def local_config(

@@ -61,6 +61,16 @@ class ParallelContext:
         return self.groups["cp"]
 
     @property
+    def ulysses(self) -> Group:
+        """The ranks out of cp that exchange heads for tokens."""
+        return self.groups["ulysses"]
+
+    @property
+    def colossal(self) -> Group:
+        """The ranks out of cp that gather the keys of the same heads."""
+        return self.groups["colossal"]
+
+    @property
     def tp(self) -> Group:
         """The ranks that share a layer."""
         return self.groups["tp"]

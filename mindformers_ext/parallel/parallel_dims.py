@@ -9,11 +9,12 @@ from typing import Literal, Protocol, get_args
 from mindformers_ext.runtime import logger
 
 Axis = Literal[
-    "pp", "dp_replicate", "dp_shard", "dp", "cp", "tp", "ep", "efsdp", "fsdp", "unit", "replica", "world"
+    "pp", "dp_replicate", "dp_shard", "dp", "cp", "ulysses", "colossal", "tp", "ep", "efsdp", "fsdp",
+    "unit", "replica", "world",
 ]  # fmt: skip
 AXES: tuple[Axis, ...] = get_args(Axis)
 
-# The coordinates in which the ranks of an axis differ. ep and efsdp cut across them, see ParallelDims.ranks_of.
+# The coordinates in which the ranks of an axis differ. The other axes cut across them, see ParallelDims.ranks_of.
 _VARYING: dict[str, tuple[str, ...]] = {
     "pp": ("pp",),
     "dp_replicate": ("dp_replicate",),
@@ -34,8 +35,13 @@ class Degrees(Protocol):
     data_parallel_shard: int
     tensor_parallel: int
     context_parallel: int
+    ulysses_degree_in_cp: int | None
     pipeline_parallel: int
     expert_parallel: int
+
+    @property
+    def context_parallel_method(self) -> str:
+        """``colossal``, ``ulysses`` or ``hybrid``."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class ParallelDims:
         pp: stages of layers.
         ep: processes that share the experts, out of dp_shard x cp x tp.
         world_size: processes of the job.
+        ulysses: processes out of cp that exchange heads for tokens; 1 where all of them gather keys instead.
     """
 
     dp_replicate: int
@@ -70,6 +77,7 @@ class ParallelDims:
     pp: int
     ep: int
     world_size: int
+    ulysses: int = 1
 
     @classmethod
     def from_config(cls, parallelism: Degrees, world_size: int) -> ParallelDims:
@@ -108,7 +116,7 @@ class ParallelDims:
                 f"parallelism: expert_parallel ({ep}) must divide data_parallel_shard x context_parallel x "
                 f"tensor_parallel, {dp_shard * cp * tp}; possible: {_divisors(dp_shard * cp * tp)}"
             )
-        return cls(dp_replicate, dp_shard, cp, tp, pp, ep, world_size)
+        return cls(dp_replicate, dp_shard, cp, tp, pp, ep, world_size, _ulysses_degree(parallelism))
 
     @classmethod
     def single(cls) -> ParallelDims:
@@ -145,6 +153,8 @@ class ParallelDims:
             return self.ep
         if axis == "efsdp":
             return self.dp_shard * self.cp * self.tp // self.ep
+        if axis in ("ulysses", "colossal"):
+            return self.ulysses if axis == "ulysses" else self.cp // self.ulysses
         return math.prod(self._sizes[name] for name in _varying(axis))
 
     def ranks_of(self, axis: Axis, rank: int) -> tuple[int, ...]:
@@ -158,6 +168,8 @@ class ParallelDims:
             replica: pp x dp_shard x cp x tp, the ranks that hold one copy of the model and run the same forwards.
             ep: ``ep`` consecutive ranks out of dp_shard x cp x tp, which share the experts.
             efsdp: the ranks out of dp_shard x cp x tp that hold the same experts.
+            ulysses: ``ulysses`` consecutive ranks out of cp, which exchange heads for tokens.
+            colossal: the ranks out of cp that have the same place among those, which gather keys.
             world: all.
 
         Raises:
@@ -171,9 +183,37 @@ class ParallelDims:
                 first = rank - rank % self.ep
                 return tuple(range(first, first + self.ep))
             return tuple(range(first + rank % self.ep, first + block, self.ep))
+        if axis in ("ulysses", "colossal"):
+            line, block = self.ranks_of("cp", rank), here.cp - here.cp % self.ulysses
+            return (
+                line[block : block + self.ulysses]
+                if axis == "ulysses"
+                else line[here.cp % self.ulysses :: self.ulysses]
+            )
         fixed = set(_VARYING["world"]) - set(_varying(axis))
         places = ((other, self.coordinates(other)) for other in range(self.world_size))
         return tuple(o for o, place in places if all(getattr(place, name) == getattr(here, name) for name in fixed))
+
+
+def _ulysses_degree(parallelism: Degrees) -> int:
+    """Returns how many processes of context parallelism exchange heads.
+
+    Raises:
+        ValueError: a hybrid method without a degree that divides ``context_parallel``.
+    """
+    method, cp, degree = (
+        parallelism.context_parallel_method,
+        parallelism.context_parallel,
+        parallelism.ulysses_degree_in_cp,
+    )
+    if method != "hybrid":
+        return cp if method == "ulysses" else 1
+    if degree is None or cp % degree:
+        raise ValueError(
+            f"parallelism: context_parallel_method hybrid: ulysses_degree_in_cp ({degree}) must divide "
+            f"context_parallel, {cp}; possible: {_divisors(cp)}"
+        )
+    return degree
 
 
 def _varying(axis: str) -> tuple[str, ...]:

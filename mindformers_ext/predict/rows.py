@@ -8,6 +8,9 @@ from typing import Any
 from mindformers_ext.predict.completion import Completion
 from mindformers_ext.predict.records import Record, RecordError
 
+# Float32 sums in another order, as of another layout or batch, differ by some 1e-6 of such numbers.
+SCORE_DIGITS = 4
+
 _OURS = frozenset(
     {
         "sample_idx",
@@ -36,7 +39,7 @@ def answer_row(
     completion: Completion,
     sequence: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the row of an answer.
+    """Returns the row of an answer; its score and log-probabilities are rounded to `SCORE_DIGITS` decimals.
 
     Args:
         record: what is answered.
@@ -48,9 +51,9 @@ def answer_row(
     """
     optional = {
         "stop_string": completion.stop_string,
-        "sequence_score": completion.score,
-        "logprobs": completion.logprobs,
-        "top_logprobs": completion.top_logprobs or None,
+        "sequence_score": _rounded(completion.score),
+        "logprobs": _rounded(completion.logprobs),
+        "top_logprobs": _rounded(completion.top_logprobs or None),
     }
     return {
         "sample_idx": record.index,
@@ -73,6 +76,13 @@ def error_row(record: Record, error: RecordError) -> dict[str, Any]:
         "error_type": error.type,
         **_own_fields(record),
     }
+
+
+def _rounded(value: Any) -> Any:
+    """Rounds the floats in lists, tuples or alone; -0.0 becomes 0.0."""
+    if isinstance(value, list | tuple):
+        return [_rounded(part) for part in value]
+    return round(value, SCORE_DIGITS) + 0.0 if isinstance(value, float) else value
 
 
 def _own_fields(record: Record) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def build_causal_lm(
     Raises:
         ValueError: the model cannot be split like this.
     """
-    part = CausalLM(config, shard_of(config, context, layers, parallelism.context_parallel_method))
+    part = CausalLM(config, shard_of(config, context, layers))
     if context.dims.pp == 1:
         return part
     return PipelineCausalLM(part, parallelism.pipeline_parallel_microbatch_size)

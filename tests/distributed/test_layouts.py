@@ -15,6 +15,7 @@ pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "check_layouts.py"
+CHECKPOINTS = ROOT / "tests" / "data" / "checkpoints"
 
 
 def check(ranks, families, layouts, decodings, *options):
@@ -29,14 +30,15 @@ def check(ranks, families, layouts, decodings, *options):
 
 
 def by_layout(results, name):
-    return {(entry["layout"], entry["family"]): entry[name] for entry in results}
+    return {(entry["layout"], entry["family"]): entry.get(name) for entry in results}
 
 
 def test_layouts_of_two_ranks_give_the_same_files():
-    layouts = ["dp2", "fsdp2", "tp2", "cp2", "cp2ulysses", "pp2", "ep2fsdp2", "tp2ep2"]
+    layouts = ["dp2", "fsdp2", "tp2", "cp2", "cp2ulysses", "pp2uneven", "fsdp2ep2", "tp2ep2"]
     results = check(2, ["qwen3_moe"], layouts, ["greedy", "sampled", "penalty", "beams"])
-    assert {entry["result"] for entry in results if entry["decoding"] != "beams"} == {"equal"}
-    assert {entry["result"] for entry in results if entry["decoding"] == "beams"} <= {"equal", "equal ids"}
+    exact = {"greedy", "sampled"}
+    assert {entry["result"] for entry in results if entry["decoding"] in exact} == {"equal"}
+    assert {entry["result"] for entry in results if entry["decoding"] not in exact} <= {"equal", "equal ids"}
 
 
 def test_every_kind_of_layer_works_in_layouts_of_two_ranks():
@@ -47,7 +49,23 @@ def test_every_kind_of_layer_works_in_layouts_of_two_ranks():
     assert set(results.values()) == {"equal"}
 
 
-def test_products_of_layouts_give_the_same_files_and_split_weights_cache_and_forwards():
+def test_products_of_layouts_give_the_same_files():
+    layouts = ["tp2pp2", "fsdp2tp2", "cp2pp2", "tp2cp2", "cp4hybrid", "cp4ulysses", "fsdp4ep4", "tp2pp2ep2", "fsdp4"]
+    families = ["qwen3_moe", "qwen3_5"]
+    results = check(4, families, ["dp4", *layouts], ["greedy"])
+    found = by_layout(results, "result")
+    for layout in ("fsdp4ep4", "tp2pp2ep2"):
+        assert "a qwen3_5_text has no experts" in found.pop((layout, "qwen3_5"))
+    assert set(found.values()) == {"equal"}
+
+
+def test_layouts_of_eight_ranks_give_the_same_files():
+    layouts = ["dp8", "tp8", "tp2cp2pp2", "fsdp2tp2cp2ep8"]
+    results = check(8, ["qwen3_moe"], layouts, ["greedy"])
+    assert {entry["result"] for entry in results} == {"equal"}
+
+
+def test_products_of_layouts_split_weights_cache_and_forwards():
     layouts = [
         "tp2pp2",
         "fsdp2tp2",
@@ -61,7 +79,7 @@ def test_products_of_layouts_give_the_same_files_and_split_weights_cache_and_for
         "pp4",
         "dp4",
     ]
-    results = check(4, ["qwen3_moe"], layouts, ["greedy"])
+    results = check(4, ["qwen3_moe"], layouts, ["greedy"], "--checkpoints", str(CHECKPOINTS))
     assert {entry["result"] for entry in results} == {"equal"}
     found = {entry["layout"]: entry for entry in results}
     whole = 437_056 * 4

@@ -88,6 +88,15 @@ SPARSE = COMMON | {
 }
 
 
+# For layouts of up to 8 processes: as many heads and experts, few key-value heads, and odd sizes where they may be.
+WIDE = {
+    "num_attention_heads": 8,
+    "num_hidden_layers": 4,
+    "vocab_size": 303,  # that of the tests' tokenizer
+}
+WIDE_EXPERTS = EXPERTS | {"num_experts": 8, "moe_intermediate_size": 20}
+
+
 def delta_net(ratio=2, **changes):
     """Keys of Qwen3.5 with so many value heads a key head."""
     return DELTA_NET | {"linear_num_value_heads": 2 * ratio} | changes
@@ -115,6 +124,7 @@ VARIANTS = {
         "biases_yarn": Qwen3Config(
             **DENSE, head_dim=16, attention_bias=True, rope_parameters=YARN | {"attention_factor": 1.3}
         ),
+        "eight_heads": Qwen3Config(**DENSE | WIDE | {"tie_word_embeddings": True, "intermediate_size": 44}, head_dim=8),
     },
     "qwen3_moe": {
         "unnormalised_mixed": Qwen3MoeConfig(
@@ -130,6 +140,14 @@ VARIANTS = {
             norm_topk_prob=False,
             attention_bias=True,
             rope_parameters=YARN,
+        ),
+        "eight_heads": Qwen3MoeConfig(
+            **DENSE | WIDE,
+            head_dim=8,
+            **WIDE_EXPERTS,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[2],
         ),
     },
     "qwen3_5": {
@@ -148,6 +166,10 @@ VARIANTS = {
                 layer_types=["full_attention", "linear_attention", "linear_attention"],
                 rope_parameters={"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
             ),
+        ),
+        "eight_heads": Qwen3_5TextConfig(
+            **DENSE | WIDE | {"intermediate_size": 44},
+            **delta_net(4, layer_types=["linear_attention", "full_attention"] * 2),
         ),
     },
     "qwen3_5_moe": {
@@ -186,6 +208,10 @@ VARIANTS = {
             rope_interleave=False,
             rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 1.0},
         ),
+        "eight_heads": DeepseekV3Config(
+            **MLA | WIDE | {"num_key_value_heads": 8, "intermediate_size": 44, "moe_intermediate_size": 20},
+            routed_scaling_factor=1.5,
+        ),
     },
     "deepseek_v4": {
         "rates_4_8": DeepseekV4Config(**SPARSE),
@@ -221,6 +247,20 @@ VARIANTS = {
             },
             swiglu_limit=1.0,
             routed_scaling_factor=1.0,
+        ),
+        "eight_heads": DeepseekV4Config(
+            **SPARSE
+            | WIDE
+            | {
+                "num_hidden_layers": 6,
+                "n_routed_experts": 8,
+                "moe_intermediate_size": 20,
+                "layer_types": [
+                    *("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention") * 2,
+                ],
+                "mlp_layer_types": ["hash_moe", *["moe"] * 5],
+                "o_groups": 8,
+            },
         ),
     },
 }

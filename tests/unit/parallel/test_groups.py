@@ -109,6 +109,7 @@ def test_traffic_counts_calls_and_the_bytes_of_a_native_implementation():
         ParallelDims(2, 1, 2, 1, 2, 1, 8),
         ParallelDims(1, 1, 1, 1, 8, 1, 8),
         ParallelDims(1, 1, 1, 2, 3, 2, 6),
+        ParallelDims(1, 1, 4, 2, 1, 1, 8, 2),
     ],
 )
 def test_all_members_make_a_group_at_the_same_time(dims, monkeypatch):

@@ -8,9 +8,15 @@ import pytest
 from mindformers_ext.parallel import AXES, Coordinates, ParallelDims
 
 
-def dims(world_size, shard=-1, tp=1, cp=1, pp=1, ep=1):
+def dims(world_size, shard=-1, tp=1, cp=1, pp=1, ep=1, method="colossal", ulysses=None):
     degrees = SimpleNamespace(
-        data_parallel_shard=shard, tensor_parallel=tp, context_parallel=cp, pipeline_parallel=pp, expert_parallel=ep
+        data_parallel_shard=shard,
+        tensor_parallel=tp,
+        context_parallel=cp,
+        context_parallel_method=method,
+        ulysses_degree_in_cp=ulysses,
+        pipeline_parallel=pp,
+        expert_parallel=ep,
     )
     return ParallelDims.from_config(degrees, world_size)
 
@@ -82,6 +88,8 @@ LAYOUTS = [
     ParallelDims(2, 1, 3, 2, 2, 3, 24),
     ParallelDims(1, 8, 1, 1, 1, 8, 8),
     ParallelDims(1, 1, 1, 8, 1, 1, 8),
+    ParallelDims(1, 2, 6, 2, 1, 1, 24, 2),
+    ParallelDims(2, 1, 4, 1, 1, 1, 8, 4),
 ]
 
 
@@ -115,6 +123,8 @@ KEPT = {
     "world": (),
 }
 
+PARTS_OF_CP = {"ulysses": lambda cp, degree: cp // degree, "colossal": lambda cp, degree: cp % degree}
+
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -129,8 +139,13 @@ def test_the_ranks_of_an_axis_are_those_of_brute_force(layout, axis):
                 o for o in range(layout.world_size) if o // block == rank // block and o % layout.ep == rank % layout.ep
             ]
         else:
+            kept = KEPT["cp" if axis in PARTS_OF_CP else axis]
+            part = PARTS_OF_CP.get(axis, lambda cp, degree: 0)
             expected = [
-                o for o, other in enumerate(places) if all(getattr(other, n) == getattr(place, n) for n in KEPT[axis])
+                o
+                for o, other in enumerate(places)
+                if all(getattr(other, n) == getattr(place, n) for n in kept)
+                and part(other.cp, layout.ulysses) == part(place.cp, layout.ulysses)
             ]
         assert layout.ranks_of(axis, rank) == tuple(expected)
         assert layout.degree(axis) == len(expected)
@@ -152,3 +167,17 @@ def test_an_unknown_axis_is_refused_with_the_known_ones():
 def test_a_refusal_lists_the_degrees_that_would_fit(world_size, options, possible):
     with pytest.raises(ValueError, match=possible):
         dims(world_size, **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "degree", "ulysses"), [("colossal", 2, 1), ("ulysses", None, 4), ("hybrid", 2, 2), ("hybrid", 4, 4)]
+)
+def test_the_method_says_how_many_processes_exchange_heads(method, degree, ulysses):
+    layout = dims(8, cp=4, method=method, ulysses=degree)
+    assert (layout.ulysses, layout.degree("colossal")) == (ulysses, 4 // ulysses)
+
+
+@pytest.mark.parametrize("degree", [None, 3, 8])
+def test_a_hybrid_method_needs_a_degree_that_divides_context_parallelism(degree):
+    with pytest.raises(ValueError, match=rf"ulysses_degree_in_cp \({degree}\) must divide .*, 4; possible: 1, 2, 4$"):
+        dims(8, cp=4, method="hybrid", ulysses=degree)

@@ -72,6 +72,13 @@ def test_what_was_asked_for_comes_after_the_counts_and_can_be_written_as_json(tm
     assert json.loads((tmp_path / "out.jsonl").read_text())["top_logprobs"] == [[[5, -0.25], [6, -1.5]]]
 
 
+def test_scores_are_written_with_four_decimals_and_a_users_own_numbers_as_they_are():
+    known = {"score": -0.12345678, "logprobs": [-1e-7], "top_logprobs": [[(5, -0.00004999), (6, -1.5)]]}
+    rows, _ = run([{"instruction": "a", "weight": 0.123456789}], lambda prompts: [completion("x", **known)])
+    assert (rows[0]["sequence_score"], rows[0]["weight"]) == (-0.1235, 0.123456789)
+    assert json.dumps([rows[0]["logprobs"], rows[0]["top_logprobs"]]) == "[[0.0], [[[5, 0.0], [6, -1.5]]]]"
+
+
 def test_a_users_field_named_like_a_new_key_is_kept_under_record():
     rows, _ = run([{"instruction": "a", "logprobs": "mine", "score": 3}], lambda prompts: [completion("x")])
     assert (rows[0]["record"], rows[0]["score"]) == ({"logprobs": "mine"}, 3)
