@@ -116,12 +116,7 @@ class Trainer:
         self._weights_loaded, self._own_model = False, model is not None
         self._saved_to: set[Path] = set()
         training = self.config.training
-        self.tokenizer: Tokenizer | None
-        if self.is_inference:
-            self.tokenizer = build_inference_tokenizer(self.config)
-            check_files(self.config, self.tokenizer)
-        else:
-            self.tokenizer = training_tokenizer(self.config)
+        self.tokenizer = self._read_tokenizer()
         model_config = None
         if model is None:
             model_config = (configure_inference if self.is_inference else resolve_model_config)(self.config)
@@ -147,6 +142,14 @@ class Trainer:
             self.state = self._run.state
             self._weights_loaded = True
         self._compute_loss_func = compute_loss_func
+
+    def _read_tokenizer(self) -> Tokenizer | None:
+        """Reads the tokenizer; in prediction, also finds mistakes that need no model."""
+        if not self.is_inference:
+            return training_tokenizer(self.config)
+        tokenizer = build_inference_tokenizer(self.config)
+        check_files(self.config, tokenizer)
+        return tokenizer
 
     def train(self) -> TrainerState:
         """Trains up to ``training.steps``; a checkpoint with optimizer in ``checkpoint.load_path`` is continued.

@@ -157,10 +157,6 @@ def test_the_identity_changes_with_text_tokens_and_the_day_that_is_shown():
     assert len({json.dumps(kind.identity()) for kind in kinds}) == len(kinds)
 
 
-class Rows(list):
-    write = list.append
-
-
 def bos_tokenizer(folder):
     template = {
         "type": "TemplateProcessing",
@@ -195,7 +191,7 @@ def test_a_chat_template_alone_decides_about_the_bos_and_nothing_has_two(folder)
 
     for prompt, chat in expected:
         source = records("hi", prompt, chat, special_tokens=tokenizer.named_tokens)
-        run_generation(source, tokenizer, decode, Rows(), batch_size=1, max_new_tokens=1)
+        run_generation(source, tokenizer, decode, batch_size=1, max_new_tokens=1)
     assert seen == list(expected.values())
 
 

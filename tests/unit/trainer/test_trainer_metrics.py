@@ -29,7 +29,7 @@ def test_the_file_counts_what_the_output_holds(tmp_path):
     output = tmp_path / "out.jsonl"
     Trainer(config(output)).inference()
     metrics = json.loads((tmp_path / "out.jsonl.metrics.json").read_text())
-    assert metrics["records"] == {"total": 4, "answered": 3, "failed": 1}
+    assert metrics["records"] == {"total": 4, "answered": 3, "failed": 1, "resumed": 0}
     assert (metrics["finish_reasons"], metrics["errors"]) == ({"length": 3}, {"schema": 1})
     assert metrics["tokens"]["new"] == 12
     assert metrics["decode"]["tokens"] == 9  # the first token of an answer comes from the prefill
@@ -50,10 +50,11 @@ def test_no_file_where_none_is_wanted_or_nothing_is_written(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     trainer = Trainer(config(tmp_path / "out.jsonl", metrics_file=False))
     trainer.inference()
-    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    written = {"out.jsonl", "out.jsonl.manifest.json"}
+    assert {path.name for path in tmp_path.iterdir()} == written
     trainer.config.predict.metrics_file = True
     trainer.inference(output="")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert {path.name for path in tmp_path.iterdir()} == written
 
 
 def test_an_output_whose_metrics_would_replace_a_folder_is_refused(tmp_path):

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from mindformers_ext.config import load_config
-from mindformers_ext.trainer import Trainer
+from mindformers_ext.parallel.groups import single
+from mindformers_ext.trainer import Trainer, request
 from mindformers_ext.trainer import trainer as trainer_module
 from mindformers_ext.trainer.validate import validate
 
@@ -81,7 +82,7 @@ def test_standard_input_is_for_a_job_of_one_process(folder, monkeypatch):
     trainer = Trainer(config("-"))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"instruction": "1 + 1"}')))
     assert len(prompt_ids(trainer)) == 1
-    monkeypatch.setattr(trainer_module, "world_size", lambda: 2)
+    monkeypatch.setattr(request, "world_size", lambda: 2)
     with pytest.raises(ValueError, match="standard input belongs to one process"):
         trainer.inference()
     with pytest.raises(ValueError, match="standard input belongs to one process"):
@@ -90,13 +91,14 @@ def test_standard_input_is_for_a_job_of_one_process(folder, monkeypatch):
 
 def test_ranks_with_different_templates_are_refused_by_name(folder, monkeypatch):
     compared = {}
-    monkeypatch.setattr(trainer_module, "require_same", lambda context, values: compared.update(values))
+    monkeypatch.setattr(request, "require_same", lambda context, values: compared.update(values))
     trainer = Trainer(config(chat_template="auto"))
-    monkeypatch.setattr(trainer, "_context", SimpleNamespace(dims=SimpleNamespace(world_size=2)))
+    two_ranks = SimpleNamespace(dims=SimpleNamespace(world_size=2))
+    options = request.inference_options(trainer.config, ["a"], None, None, None)
     seen = set()
     for text in (CHAT, CHAT + "!", CHAT + "{{ strftime_now('%d') }}"):
         pathlib.Path("model/chat_template.jinja").write_text(text)
-        templates = trainer_module.prompt_templates(trainer.config, trainer.tokenizer)
-        trainer._require_same_run(trainer.config.inference, "instruction", "", templates)
+        asked = request.read_request(trainer.config, trainer.tokenizer, None, single(), options, None, {})
+        request.require_same_request(two_ranks, asked)
         seen.add(compared["the templates"])
     assert len(seen) == 3

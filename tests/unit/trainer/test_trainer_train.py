@@ -9,7 +9,7 @@ import pytest
 from mindformers_ext.checkpoint import load_weights
 from mindformers_ext.models import transformer_config
 from mindformers_ext.models.gpt_model import GPTModel
-from mindformers_ext.trainer import Trainer, checks, setup
+from mindformers_ext.trainer import Trainer, checks, saving, setup
 from mindformers_ext.trainer.causal_lm import CausalLM
 
 TOKENIZER = pathlib.Path(__file__).parents[2] / "data" / "checkpoints" / "qwen3"
@@ -214,7 +214,7 @@ def test_the_model_files_come_after_the_first_checkpoint(monkeypatch):
     def fail(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr(setup, "save_checkpoint", fail)
+    monkeypatch.setattr(saving, "save_checkpoint", fail)
     with pytest.raises(OSError, match="disk full"):
         Trainer(config(training={"steps": 1})).train()
     assert not pathlib.Path("saved", "config.json").exists()
