@@ -75,7 +75,7 @@ class SlotState(LayerState):
 
     def __init__(self, batch_size: int, shapes: Sequence[tuple[int, int]], max_length: int) -> None:
         super().__init__(max_length)
-        self.buffers = [_zeros(batch_size, heads, 0, dim) for heads, dim in shapes]
+        self.buffers = [zeros(batch_size, heads, 0, dim) for heads, dim in shapes]
 
     @property
     def capacity(self) -> int:
@@ -119,7 +119,7 @@ class SlotState(LayerState):
 
     def clear(self) -> None:
         """See `LayerState.clear`."""
-        self.buffers = [_zeros(*buffer.shape[:2], 0, buffer.shape[3]) for buffer in self.buffers]
+        self.buffers = [zeros(*buffer.shape[:2], 0, buffer.shape[3]) for buffer in self.buffers]
         self.length = 0
 
     def _resized(self, buffer: Tensor, capacity: int) -> Tensor:
@@ -191,5 +191,6 @@ def take_numbers(state: Any, views: Sequence[Any]) -> None:
             take_numbers(value, [getattr(view, name) for view in views])
 
 
-def _zeros(*shape: int) -> Tensor:
+def zeros(*shape: int) -> Tensor:
+    """Returns float32 zeros of a shape, in memory of their own."""
     return Tensor.from_numpy(np.zeros(shape, np.float32))

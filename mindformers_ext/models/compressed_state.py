@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor
 
 from mindformers_ext import ops
-from mindformers_ext.models.cache import LayerState
+from mindformers_ext.models.cache import LayerState, zeros
 from mindformers_ext.models.mask import MASKED
 
 _FIRST_BLOCKS = 32
@@ -42,7 +42,7 @@ class CompressorState:
     def reserve(self, length: int) -> None:
         """Makes room for the blocks of ``length`` tokens."""
         if not self.values.size:
-            self.values = Tensor.from_numpy(np.zeros(self._ring_shape, np.float32))
+            self.values = zeros(*self._ring_shape)
             self.gates = Tensor.from_numpy(np.full(self._ring_shape, MASKED, np.float32))
         batch, _, held, dim = self.blocks.shape
         needed, capacity = length // self.rate, max(_FIRST_BLOCKS, held)
@@ -109,7 +109,7 @@ class SparseAttentionState(LayerState):
         super().reserve(length)
         if not self.window.size:
             batch, _, _, dim = self.window.shape
-            self.window = Tensor.from_numpy(np.zeros((batch, 1, self._slots, dim), np.float32))
+            self.window = zeros(batch, 1, self._slots, dim)
         for part in self._parts():
             part.reserve(length)
 
@@ -152,4 +152,4 @@ def move_ring_rows(ring: Tensor, rows: np.ndarray, start: int, stop: int) -> Non
 
 
 def _empty(batch: int, dim: int) -> Tensor:
-    return Tensor.from_numpy(np.zeros((batch, 1, 0, dim), np.float32))
+    return zeros(batch, 1, 0, dim)

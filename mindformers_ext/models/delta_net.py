@@ -6,7 +6,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from mindformers_ext import ops
-from mindformers_ext.models.cache import LayerState
+from mindformers_ext.models.cache import LayerState, zeros
 from mindformers_ext.models.config import DeltaNetConfig, TransformerConfig
 from mindformers_ext.models.context import ForwardContext
 from mindformers_ext.models.layers import Linear, RMSNorm, empty_parameter
@@ -29,8 +29,8 @@ class DeltaNetState(LayerState):
     def __init__(self, config: DeltaNetConfig, batch_size: int, max_length: int) -> None:
         super().__init__(max_length)
         heads, dims = config.linear_num_value_heads, (config.linear_key_head_dim, config.linear_value_head_dim)
-        self.conv = _zeros(batch_size, config.linear_conv_kernel_dim - 1, config.conv_size)
-        self.recurrent = _zeros(batch_size, heads, *dims)
+        self.conv = zeros(batch_size, config.linear_conv_kernel_dim - 1, config.conv_size)
+        self.recurrent = zeros(batch_size, heads, *dims)
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +59,7 @@ class DeltaNetState(LayerState):
 
     def clear(self) -> None:
         """See `LayerState.clear`."""
-        self.conv, self.recurrent = _zeros(*self.conv.shape), _zeros(*self.recurrent.shape)
+        self.conv, self.recurrent = zeros(*self.conv.shape), zeros(*self.recurrent.shape)
         self.length = 0
 
 
@@ -138,7 +138,3 @@ class GatedDeltaNet(nn.Cell):
 def _log_of_rates(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """First values of ``A_log``; rates near 0 would have a logarithm without bound."""
     return np.log(generator.uniform(0.01, 16, shape))
-
-
-def _zeros(*shape: int) -> Tensor:
-    return Tensor.from_numpy(np.zeros(shape, np.float32))

@@ -240,7 +240,7 @@ def _host_causal_conv(x: Tensor, weight: Tensor, past: Tensor | None = None) -> 
             np.multiply(values[tokens.start : stop], factors[0], out=part)
             for tap in range(1, before + 1):
                 part += values[tokens.start + tap : stop + tap] * factors[tap]
-            part *= _sigmoid(part)
+            part *= host.sigmoid(part)
 
         host.by_blocks(block, length, channels)
     if past is not None:
@@ -248,17 +248,12 @@ def _host_causal_conv(x: Tensor, weight: Tensor, past: Tensor | None = None) -> 
     return Tensor.from_numpy(result)
 
 
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # inf for a very negative x, and 0 as it should be
-        return np.float32(1) / (np.float32(1) + np.exp(-x))
-
-
 def _host_delta_gates(
     x: Tensor, a_log: Tensor, dt_bias: Tensor, real: np.ndarray | None = None
 ) -> tuple[Tensor, Tensor]:
     heads = a_log.shape[0]
     values = x.asnumpy()
-    beta = _sigmoid(values[:, :heads])
+    beta = host.sigmoid(values[:, :heads])
     g = np.logaddexp(np.float32(0), values[:, heads:] + dt_bias.asnumpy())
     g *= -np.exp(a_log.asnumpy())
     if real is not None:
@@ -340,7 +335,7 @@ def _host_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) ->
         heads, part = values[rows].reshape(-1, len(factors)), result[rows]
         np.multiply(heads, host.inverse_rms(heads, eps), out=part.reshape(heads.shape))
         part.reshape(heads.shape)[:] *= factors
-        part *= gates[rows] * _sigmoid(gates[rows])
+        part *= gates[rows] * host.sigmoid(gates[rows])
 
     host.by_blocks(block, *values.shape)
     return Tensor.from_numpy(result)

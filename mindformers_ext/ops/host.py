@@ -32,6 +32,12 @@ def inverse_rms(x: np.ndarray, eps: float) -> np.ndarray:
     return np.float32(1) / np.sqrt(mean_square)
 
 
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """``1 / (1 + exp(-x))`` of float32 of any shape."""
+    with np.errstate(over="ignore"):  # inf for a very negative x, and 0 as it should be
+        return np.float32(1) / (np.float32(1) + np.exp(-x))
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `mindformers_ext.ops.rms_norm`."""
     values, factors = x.asnumpy(), weight.asnumpy()

@@ -177,11 +177,6 @@ def _reference_head(
     return _weighted_sum(streams, ops.sigmoid(mixes * alpha + bias) + eps)
 
 
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # inf for a very negative x, and 0 as it should be
-        return np.float32(1) / (np.float32(1) + np.exp(-x))
-
-
 def _host_mixes(streams: Tensor, mapping: Tensor, norm_eps: float) -> np.ndarray:
     return reference.linear(streams, mapping).asnumpy() * host.inverse_rms(streams.asnumpy(), norm_eps)
 
@@ -205,8 +200,8 @@ def _host_collapse(
     comb = np.exp(comb - comb.max(-1, keepdims=True))
     comb = comb / comb.sum(-1, keepdims=True) + np.float32(eps)
     comb, _ = _host_sinkhorn(comb, iterations, eps)
-    collapsed = _host_weighted_sum(streams, _sigmoid(pre) + np.float32(eps))
-    post = np.float32(2) * _sigmoid(post)
+    collapsed = _host_weighted_sum(streams, host.sigmoid(pre) + np.float32(eps))
+    post = np.float32(2) * host.sigmoid(post)
     return collapsed, Tensor.from_numpy(post), Tensor.from_numpy(comb.reshape(rows, -1))
 
 
@@ -220,4 +215,4 @@ def _host_expand(update: Tensor, streams: Tensor, post: Tensor, comb: Tensor) ->
 
 def _host_head(streams: Tensor, mapping: Tensor, alpha: Tensor, bias: Tensor, eps: float, norm_eps: float) -> Tensor:
     mixes = _host_mixes(streams, mapping, norm_eps) * alpha.asnumpy() + bias.asnumpy()
-    return _host_weighted_sum(streams, _sigmoid(mixes) + np.float32(eps))
+    return _host_weighted_sum(streams, host.sigmoid(mixes) + np.float32(eps))
