@@ -81,8 +81,9 @@ def first_error(context: ParallelContext, error: BaseException | None, group: Gr
     Raises:
         PeerError: another rank failed first.
     """
+    group = context.world if group is None else group
     errors = gather_errors(context, error, group)
-    if errors and errors[0][0] != context.rank:
+    if errors and errors[0][0] != group.ranks[group.rank]:
         raise PeerError(*errors[0]) from error
     if error is not None:
         raise error
