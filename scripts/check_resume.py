@@ -94,7 +94,7 @@ def _arm(deadly: int) -> None:
 
     pwrite, replace, unlink = os.pwrite, os.replace, os.unlink
 
-    def deadly_pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+    def deadly_pwrite(descriptor: int, data: bytes, offset: int) -> int:
         if dies():
             pwrite(descriptor, data[: random.randrange(len(data) + 1)], offset)
             kill()

@@ -76,6 +76,8 @@ def error_row(record: Record, error: RecordError) -> dict[str, Any]:
 
 
 def _own_fields(record: Record) -> dict[str, Any]:
+    if _OURS.isdisjoint(record.fields):
+        return record.fields
     # The same names move in answers and errors alike, so a user's "error" never looks like ours.
     own = {key: value for key, value in record.fields.items() if key not in _OURS}
     hidden = {key: value for key, value in record.fields.items() if key in _OURS}
