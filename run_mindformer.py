@@ -3,7 +3,8 @@
     python run_mindformer.py --config predict.yaml --predict_data "first prompt" "second" --inference.max_new_tokens 64
 
 Exit code: 0 done; 3 predicted, but some records ended in an error; 4 a prediction was stopped and can be resumed with
-the same command; 1 refused or failed; 130 interrupted.
+the same command; 1 refused or failed; 5 ended because another process of the job failed; 6 ended by the watchdog,
+because nothing moved; 130 interrupted.
 A mistake of the user is one line on stderr: an error whose innermost line is a `raise` of this package, which wrote its
 message for the user. What a library or a built-in raises, also when we call it directly, keeps its traceback.
 """
@@ -18,6 +19,7 @@ import linecache
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +29,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_ERROR_RECORDS = 3
 EXIT_STOPPED = 4
+EXIT_PEER_FAILED = 5
 EXIT_INTERRUPTED = 130
 
 # Flags that set one key of the YAML.
@@ -38,8 +41,8 @@ FLAG_KEYS = {
     "output": "inference.output",
     "seed": "training.seed",
 }
-OTHER_FLAGS = ("config", "mode", "register_path", "validate", "help")
-PREDICT_FLAGS = ("predict_data", "predict_batch_size", "output")
+OTHER_FLAGS = ("config", "mode", "register_path", "save_checkpoint", "validate", "help")
+PREDICT_FLAGS = ("predict_data", "predict_batch_size", "output", "save_checkpoint")
 
 # Flags of MindSpore Transformers that have no effect on its PyNative route. Here they are refused, with what to use.
 REFUSED_FLAGS = {
@@ -101,7 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train a model, or predict with one, as a YAML says.",
         epilog="Any key of the YAML can be set: --section.key value or --section.key=value, the value in YAML's form, "
         "e.g. --inference.max_new_tokens 64. Relative paths are relative to the folder you call from. "
-        "Exit code: 0 done, 3 done with error records, 4 stopped and resumable, 1 refused or failed.",
+        "Exit code: 0 done, 3 done with error records, 4 stopped and resumable, 1 refused or failed, 5 ended because "
+        "another process failed, 6 ended because nothing moved.",
     )
 
     def add(flag: str, **options: Any) -> None:
@@ -115,11 +119,17 @@ def build_parser() -> argparse.ArgumentParser:
         "--predict_data",
         nargs="+",
         metavar="DATA",
-        help="a prompt, several prompts, or one .jsonl, .json or .txt file; overrides inference.input_data",
+        help="a prompt, several prompts, one .jsonl, .json or .txt file (.gz too), a quoted pattern of files, or - for "
+        "lines of JSON on standard input; overrides inference.input_data",
     )
     add("--predict_batch_size", type=int, metavar="N", help="prompts decoded together; overrides inference.batch_size")
     add("--output", metavar="FILE", help="result file, .jsonl, .json or .txt; overrides inference.output")
     add("--seed", type=int, metavar="N", help="overrides training.seed")
+    add(
+        "--save_checkpoint",
+        metavar="DIR",
+        help="with run_mode: predict, save the loaded weights in the layout of the job instead of predicting",
+    )
     add("--register_path", metavar="DIR", help="folder with Python code of yours, imported before the model is built")
     parser.add_argument(
         "--validate", action="store_true", help="check YAML, files, tokenizer and weights, estimate memory, run nothing"
@@ -251,6 +261,9 @@ def run(flags: argparse.Namespace, tokens: Sequence[str]) -> int:
     if not trainer.is_inference:
         trainer.train()
         return EXIT_OK
+    if flags.save_checkpoint is not None:
+        trainer.save_checkpoint(flags.save_checkpoint)
+        return EXIT_OK
     try:
         trainer.inference(collect=False)
     except JobStoppedError as reason:
@@ -274,7 +287,7 @@ def user_message(error: Exception) -> str | None:
     """The sentence for a mistake of the user, on one line; None for anything that deserves a traceback."""
     if isinstance(error, ModuleNotFoundError):
         name = (error.name or "").split(".")[0]
-        if name not in ("mindspore", "numpy", "yaml", "safetensors", "tokenizers", "tqdm"):
+        if name not in ("mindspore", "numpy", "yaml", "safetensors", "tokenizers", "jinja2", "tqdm"):
             return None
         return f"{sys.executable} has no package {name!r}: activate the environment, or install with pip install -e ."
     if isinstance(error, OSError) and error.strerror:
@@ -300,7 +313,32 @@ def guarded(action: Callable[[], int]) -> int:
         if message is None:
             raise
         print(f"error: {message}", file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_PEER_FAILED if _is_of_a_peer(error) else EXIT_FAILED
+
+
+def _is_of_a_peer(error: Exception) -> bool:
+    from mindformers_ext.parallel.mesh import PeerError, PeerLostError
+
+    return isinstance(error, PeerError | PeerLostError)
+
+
+def leave(action: Callable[[], int]) -> NoReturn:
+    """Run `action` and end the process with the code that it returns.
+
+    MindSpore's own way out waits for the other processes of a job, so a process that failed leaves without it.
+    """
+    try:
+        code = action()
+    except SystemExit:  # --help
+        raise
+    except BaseException:
+        traceback.print_exc()
+        code = EXIT_FAILED
+    if code not in (EXIT_OK, EXIT_ERROR_RECORDS) and int(os.environ.get("MS_WORKER_NUM", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -310,4 +348,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

@@ -16,6 +16,7 @@ setup(
         "pyyaml>=6",  # the YAML of a job
         "safetensors>=0.4",  # weights on disk, in HF and in MindFormers folders
         "tokenizers>=0.15",  # text to token ids and back, from tokenizer.json
+        "jinja2>=3.1.6,<4",  # prompt and chat templates, in its sandbox; older ones have known ways out of it
         "tqdm>=4.60",  # the progress bar of prediction
     ],
     extras_require={

@@ -56,12 +56,12 @@ def our_run(shape: dict[str, Any]) -> tuple[Run, int]:
         with _no_grad():
             batch = BatchForward(model, prompts, new_tokens, use_cache=True, chunk_size=512)
             started = time.perf_counter()
-            scores = batch.prefill()
+            scores = batch.prefill().whole()
             prefill = time.perf_counter() - started
             steps = []
             for _ in range(new_tokens - 1):
                 started = time.perf_counter()
-                scores = batch.step(scores.argmax(axis=1))
+                scores = batch.step(scores.argmax(axis=1)).whole()
                 steps.append(time.perf_counter() - started)
         return prefill, steps
 

@@ -4,7 +4,8 @@
     python scripts/check_layouts.py --ranks 2 --families qwen3 deepseek_v3 --layouts tp2 pp2
 
 One job walks all layouts of a number of ranks. A layout is written as its degrees, e.g. ``tp2pp2`` or ``fsdp4ep2``;
-what is left of the ranks are replicas. Prints a Markdown table; the exit code is 1 if any file differs.
+what is left of the ranks are replicas, and ``pp2mb2`` has two micro-batches. Prints what each process kept, sent and
+waited as lines of JSON, and then a Markdown table; the exit code is 1 if any file differs.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ DECODINGS: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True, "seed": 11, "top_k": 20},
     "penalty": {"repetition_penalty": 1.3},
     "beams": {"num_beams": 4},
+    "greedy_to_the_end": {"eos_token_id": None},
+    "sampled_to_the_end": {"do_sample": True, "seed": 11, "top_k": 20, "eos_token_id": None},
 }
+DEFAULT_DECODINGS = ("greedy", "sampled", "penalty", "beams")
 KEYS = {
     "tp": "tensor_parallel",
     "cp": "context_parallel",
     "pp": "pipeline_parallel",
     "ep": "expert_parallel",
     "fsdp": "data_parallel_shard",
+    "mb": "pipeline_parallel_microbatch_size",
 }
 
 
@@ -62,22 +67,37 @@ def prompts() -> list[str]:
     return [case["prompt"] for case in cases]
 
 
-def predict(family: str, decoding: str, output: pathlib.Path, layout: dict[str, Any]) -> dict[str, Any]:
-    """Runs one prediction in this process; returns what there is to know of it."""
+def predict(checkpoint: str, decoding: str, output: pathlib.Path, layout: dict[str, Any]) -> None:
+    """Runs one prediction in this process."""
     from mindformers_ext.trainer import Trainer
 
     config = {
         "run_mode": "predict",
-        "checkpoint": {"load_path": str(CHECKPOINTS / family)},
+        "checkpoint": {"load_path": checkpoint},
         "parallelism": layout,
         "inference": {"input_data": prompts(), "max_new_tokens": 12, "batch_size": 3, "output": str(output)},
         "generation": DECODINGS[decoding],
         "predict": {"progress": False},
     }
-    trainer = Trainer(config)
-    trainer.inference(collect=False)
-    regions = trainer.model.weight_regions()
-    return {"weights": 4 * sum(region.size for region in regions.values())}
+    Trainer(config).inference(collect=False)
+
+
+def metrics(output: pathlib.Path) -> dict[str, Any]:
+    """What a run measured."""
+    return json.loads(pathlib.Path(f"{output}.metrics.json").read_text())
+
+
+def measures(output: pathlib.Path, single: pathlib.Path) -> dict[str, Any]:
+    """What processes kept, ran, sent and waited, beside one process that does everything."""
+    ours, whole = metrics(output), metrics(single)["ranks"][0]
+    ranks = ours["ranks"]
+    return {
+        "weights": [rank["weight_bytes"] for rank in ranks],
+        "cache_shares": [round(rank["cache_bytes"] / whole["cache_bytes"], 4) for rank in ranks],
+        "forward_shares": [round(rank["forwards"] / whole["forwards"], 4) for rank in ranks],
+        "idle_shares": [rank["idle_share"] and round(rank["idle_share"], 3) for rank in ranks],
+        "sent": {name: round(counts["bytes_per_new_token"], 2) for name, counts in ours["traffic"].items()},
+    }
 
 
 def run_worker(arguments: argparse.Namespace) -> int:
@@ -88,11 +108,12 @@ def run_worker(arguments: argparse.Namespace) -> int:
     for layout in arguments.layouts:
         for family in arguments.families:
             for decoding in arguments.decodings:
-                output = folder / f"{layout}-{family}-{decoding}.jsonl"
+                output, single = (folder / f"{name}-{family}-{decoding}.jsonl" for name in (layout, "single"))
                 start = time.perf_counter()
                 try:
-                    found = predict(family, decoding, output, parallelism(layout))
-                    result = "ok" if rank else _compare(output, folder / f"single-{family}-{decoding}.jsonl")
+                    predict(f"{arguments.checkpoints}/{family}", decoding, output, parallelism(layout))
+                    found = {} if rank else measures(output, single)
+                    result = "ok" if rank else _compare(output, single)
                 except (ValueError, NotImplementedError) as error:
                     found, result = {}, f"refused: {error}"
                 entry = {"layout": layout, "family": family, "decoding": decoding, "result": result, **found}
@@ -145,7 +166,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--families", nargs="+", default=FAMILIES)
-    parser.add_argument("--decodings", nargs="+", default=list(DECODINGS))
+    parser.add_argument("--decodings", nargs="+", default=DEFAULT_DECODINGS)
+    parser.add_argument("--checkpoints", default=str(CHECKPOINTS), help="folder with one folder a family")
     parser.add_argument("--layouts", nargs="+")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -155,8 +177,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for family in arguments.families:
             for decoding in arguments.decodings:
-                predict(family, decoding, pathlib.Path(folder, f"single-{family}-{decoding}.jsonl"), {})
-        words = [sys.executable, str(pathlib.Path(__file__).resolve()), "--folder", folder]
+                output = pathlib.Path(folder, f"single-{family}-{decoding}.jsonl")
+                predict(f"{arguments.checkpoints}/{family}", decoding, output, {})
+        words = [
+            sys.executable,
+            str(pathlib.Path(__file__).resolve()),
+            "--folder",
+            folder,
+            "--checkpoints",
+            arguments.checkpoints,
+        ]
         for name in ("families", "decodings", "layouts"):
             words += [f"--{name}", *getattr(arguments, name)]
         launcher = str(ROOT / "scripts" / "msrun_launcher.sh")

@@ -13,10 +13,11 @@ CMD               one argument: "python run_mindformer.py --config F ..." or "ru
                   Quotes inside it are kept; nothing in it is expanded or executed by a shell.
 WORKER_NUM        workers of the whole job, default 8. One worker is plain python, without msrun.
 LOCAL_WORKER      workers of this node
-MASTER_ADDR       address of the node that runs the scheduler, default 127.0.0.1
+MASTER_ADDR       address of node 0, which runs the scheduler, as all nodes see it; default 127.0.0.1
 MASTER_PORT       1024 to 65535; "auto" or nothing picks a free one (single node only)
 NODE_RANK         number of this node, from 0
-LOG_DIR           default output/msrun_log: worker_<rank>.log, scheduler.log, msrun.log
+LOG_DIR           default output/msrun_log: worker_<rank>.log, scheduler.log, msrun.log, and heartbeats/, in which every
+                  worker notes what it does. Nodes that share a file system may share the folder.
 JOIN              True (default): wait, show worker 0, return the exit code of the job.
                   False: return at once; the workers go on in the background and their exit code is lost.
 CLUSTER_TIME_OUT  seconds that workers wait for each other at the start, default 7200
@@ -26,7 +27,8 @@ those of the repository's .venv.
 Environment: MF_LOG_SUFFIX=x appends _x to LOG_DIR. GLOG_v=2 shows MindSpore's warnings (default 3, errors only).
 PLOG_REDIRECT_TO_OUTPUT=1 puts Ascend's logs into output/plog.
 Exit code: 0 the job is done; 3 done, with error records; 4 a prediction was stopped, and the same command goes on from
-there; 1 refused; otherwise that of the worker that failed first.
+there; 1 refused; otherwise that of the worker that failed first, 5 where it failed only because a worker of another node
+did.
 Signals: SIGTERM and SIGINT are passed on to the workers; a second one kills them.
 TEXT
 }
@@ -157,8 +159,12 @@ mkdir -p "$log_dir" || fail "LOG_DIR '$log_dir' cannot be made."
 first_rank=$((node_rank * local_worker))
 # Logs of an earlier job would be shown as if they were of this one.
 for ((rank = first_rank; rank < first_rank + local_worker; rank++)); do
-    : >"$log_dir/worker_$rank.log" || exit 1
+    { : >"$log_dir/worker_$rank.log"; } 2>/dev/null || fail "LOG_DIR '$log_dir' is not writable."
+    rm -f "$log_dir/heartbeats/rank_$rank.json"
 done
+# The address may be that of the host of several launchers, but one scheduler is enough.
+export MSRUN_NODE_RANK=$node_rank MSRUN_HEARTBEATS
+MSRUN_HEARTBEATS=$(cd "$log_dir" && pwd)/heartbeats
 
 options=(--worker_num="$worker_num" --local_worker_num="$local_worker" --master_port="$master_port"
     --log_dir="$log_dir" --join="$join" --cluster_time_out="$cluster_time_out")
@@ -220,21 +226,42 @@ if [ "$killed" -ne 0 ] || { [ "$interrupted" -ne 0 ] && [ "$code" -ne 0 ] && ! g
     exit "$interrupted"
 fi
 
-# Each worker left its exit code in a file named by its rank. The oldest failure is the cause, the rest are its victims.
-with_errors=0 stopped=0
+# Each worker left its exit code in a file named by its rank. The oldest failure is the cause, the rest are its victims;
+# 5 says of itself that it is a victim.
+with_errors=0 stopped=0 failed='' victim=''
 while IFS= read -r rank; do
-    worker_code=$(<"$records/$rank")
-    case $worker_code in
+    case $(<"$records/$rank") in
         0) ;;
         3) with_errors=3 ;;
         4) stopped=4 ;;
-        *)
-            echo "error: worker $rank failed with exit code $worker_code. The end of $log_dir/worker_$rank.log:" >&2
-            tail -n 20 "$log_dir/worker_$rank.log" >&2
-            exit "$worker_code"
-            ;;
+        5) victim=${victim:-$rank} ;;
+        *) failed=${failed:-$rank} ;;
     esac
 done < <(ls -tr "$records" | grep -E '^[0-9]+$')
+
+show_failure() { # rank, what happened
+    echo "error: worker $1 $2. The end of $log_dir/worker_$1.log:" >&2
+    tail -n 20 "$log_dir/worker_$1.log" >&2
+}
+
+if [ -n "$failed" ]; then
+    worker_code=$(<"$records/$failed")
+    reason="failed with exit code $worker_code"
+    if [ "$worker_code" -gt 128 ] && name=$(kill -l "$worker_code" 2>/dev/null); then
+        reason+=", ended by SIG$name"
+    fi
+    show_failure "$failed" "$reason"
+    exit "$worker_code"
+fi
+if [ -n "$victim" ]; then
+    # msrun ends the others as soon as one has ended, so the cause may have had no time to leave its code.
+    cause=$(grep -oE 'rank [0-9]+ (failed|has ended)' "$log_dir/worker_$victim.log" | tail -n 1 | grep -oE '[0-9]+')
+    show_failure "$victim" "failed because another one did"
+    if [ -n "$cause" ] && [ "$cause" != "$victim" ] && [ -s "$log_dir/worker_$cause.log" ]; then
+        show_failure "$cause" "was the one that failed"
+    fi
+    exit 5
+fi
 [ "$stopped" -eq 0 ] || exit "$stopped"
 if [ "$code" -ne 0 ]; then
     echo "error: msrun failed, though no worker on this node did. The end of $log_dir/msrun.log and scheduler.log:" >&2

@@ -74,6 +74,9 @@ def main(command: list[str]) -> int:
     folder = os.environ.pop("MSRUN_RECORDS", "")
     records = Path(folder) if folder else None
     if os.environ.get("MS_ROLE") == "MS_SCHED":
+        # msrun starts a scheduler wherever the master's address is a local one, also for a second node on this host.
+        if os.environ.get("MSRUN_NODE_RANK", "0") != "0":
+            return 0
         run_scheduler(command, records)
     return run_worker(command, records, os.environ.get("RANK_ID", "0"))
 

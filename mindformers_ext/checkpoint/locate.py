@@ -14,6 +14,7 @@ from mindformers_ext.checkpoint.files import find_folder, read_json_object
 TRACKER = "latest_checkpointed_iteration.txt"
 HF_FILE = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"
+METADATA_FILE = "metadata.json"
 ADAPTER_FILES = ("mindformers_adapter_config.json", "adapter_config.json")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -33,6 +34,7 @@ class Location:
         index: the HuggingFace index, when there is one.
         weight_map: tensor name -> file name as the index says; empty without an index.
         step: training step of a MindFormers iteration folder.
+        metadata: the metadata.json that says which rank file holds which piece, when there is one.
     """
 
     format: str
@@ -41,6 +43,7 @@ class Location:
     index: Path | None = None
     weight_map: dict[str, str] | None = None
     step: int | None = None
+    metadata: Path | None = None
 
 
 def iteration_name(step: int) -> str:
@@ -277,6 +280,16 @@ def iteration_step(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def saved_step(path: str | os.PathLike[str]) -> int:
+    """Returns the training step of the checkpoint at ``path``, 0 where its folder does not tell.
+
+    Raises:
+        FileNotFoundError: if the path does not exist.
+        CheckpointError: see `locate_checkpoint`.
+    """
+    return locate_checkpoint(path).step or 0
+
+
 def _locate_iteration(folder: Path) -> Location:
     files = complete_rank_files(folder, "model")
     if not files:
@@ -286,4 +299,5 @@ def _locate_iteration(folder: Path) -> Location:
     adapter_of = [folder] if step is None else [folder, folder.parent]
     if any((place / ADAPTER_FILES[0]).exists() for place in adapter_of):
         raise CheckpointError(f"{folder} holds adapter (LoRA) weights only, which are not supported yet")
-    return Location("mindformers", folder, tuple(files), step=step)
+    metadata = folder / METADATA_FILE
+    return Location("mindformers", folder, tuple(files), step=step, metadata=metadata if metadata.exists() else None)

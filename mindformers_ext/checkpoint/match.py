@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mindformers_ext.checkpoint.errors import ProblemList, listed
-from mindformers_ext.checkpoint.locate import Location
+from mindformers_ext.checkpoint.locate import METADATA_FILE, Location
+from mindformers_ext.checkpoint.pieces import PiecedTensor
 from mindformers_ext.checkpoint.quantized import FP4, FP8, QuantizedTensor, quantized, scale_names
 from mindformers_ext.checkpoint.tensor_file import READABLE, StoredTensor, TensorFile
 from mindformers_ext.models.weights import Parts, Sources, WeightLayout, WeightMapping
 
 # Tensors by the name that the layout knows them by, one for each file that holds it.
-Found = dict[str, list[StoredTensor]]
+AnyTensor = StoredTensor | PiecedTensor
+Found = dict[str, list[AnyTensor]]
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,12 @@ class Match:
     mapping: WeightMapping
     parts: Parts
     shapes: tuple[tuple[int, ...], ...]
-    tensors: tuple[StoredTensor | QuantizedTensor, ...]
+    tensors: tuple[AnyTensor | QuantizedTensor, ...]
 
     @property
-    def stored(self) -> list[StoredTensor]:
+    def stored(self) -> list[AnyTensor]:
         """What is read from the files: the tensors, of quantized ones codes and scales."""
-        stored: list[StoredTensor] = []
+        stored: list[AnyTensor] = []
         for tensor in self.tensors:
             stored += [tensor.codes, tensor.scales] if isinstance(tensor, QuantizedTensor) else [tensor]
         return stored
@@ -57,7 +59,7 @@ def tensors_by_name(location: Location, layout: WeightLayout, files: Sequence[Te
     problems = ProblemList(str(location.folder))
     for name, tensors in found.items():
         if len(tensors) > 1:
-            problems.add("tensors in several files", f"{name} in {listed(t.file.label for t in tensors)}")
+            problems.add("tensors in several files", f"{name} in {listed(t.label for t in tensors)}")
     if location.index is not None and location.weight_map is not None:
         _compare_with_index(location.index.name, location.weight_map, found, problems)
     renamed = _renamed(layout, found, problems)
@@ -67,7 +69,7 @@ def tensors_by_name(location: Location, layout: WeightLayout, files: Sequence[Te
 
 def _compare_with_index(index: str, weight_map: dict[str, str], found: Found, problems: ProblemList) -> None:
     for name, file in weight_map.items():
-        holders = [tensor.file.label for tensor in found.get(name, [])]
+        holders = [tensor.label for tensor in found.get(name, [])]
         if not holders:
             problems.add(f"missing tensors that {index} lists", f"{name} in {file}")
         elif os.path.normpath(file) not in holders:
@@ -97,30 +99,34 @@ def match_parameters(location: Location, layout: WeightLayout, found: Found) -> 
         CheckpointError: with all that does not fit.
     """
     problems = ProblemList(str(location.folder))
-    searched = location.index.name if location.index else listed((file.name for file in location.files), 3)
+    index = location.index or location.metadata
+    searched = index.name if index else listed((file.name for file in location.files), 3)
     plain = location.format == "mindformers"
     misfit = "wrong shapes"
-    if plain and len(location.files) > 1:
-        misfit = f"parameters in parts, saved on {len(location.files)} ranks, which is not supported yet"
+    if plain and len(location.files) > 1 and location.metadata is None:
+        misfit = f"parameters in parts, and no {METADATA_FILE} that would say which file holds which part"
     # Scales belong to a tensor under its stored name, whatever the layout calls it.
-    by_stored_name = {} if plain else {tensors[0].name: tensors[0] for tensors in found.values()}
+    by_stored_name: dict[str, StoredTensor] = {}
+    if not plain:
+        by_stored_name = {one[0].name: one[0] for one in found.values() if isinstance(one[0], StoredTensor)}
     matches = {}
     used: set[str] = set()
     for mapping in layout.mappings:
         form = _own_form(mapping) if plain else _chosen_form(mapping, found, problems)
-        chosen: list[StoredTensor | QuantizedTensor] = []
+        chosen: list[AnyTensor | QuantizedTensor] = []
         for name, shape in zip(form.names, form.shapes, strict=True):
             if name not in found:
                 needed_for = "" if plain else f" (for {mapping.name})"
                 problems.add(f"tensors missing from {searched}", f"{name}{needed_for}")
                 continue
-            used.add(found[name][0].name)
-            if _is_quantized(found[name][0], tuple(shape), mapping.dtype, by_stored_name):
-                used.update(scale_names(found[name][0].name))
-                chosen += _quantized(found[name][0], tuple(shape), by_stored_name, problems)
+            tensor = found[name][0]
+            used.add(tensor.name)
+            if isinstance(tensor, StoredTensor) and _is_quantized(tensor, tuple(shape), mapping.dtype, by_stored_name):
+                used.update(scale_names(tensor.name))
+                chosen += _quantized(tensor, tuple(shape), by_stored_name, problems)
             else:
                 _check_tensor(found[name], tuple(shape), mapping.dtype, misfit, problems)
-                chosen.append(found[name][0])
+                chosen.append(tensor)
         matches[mapping.name] = Match(mapping, form.parts, form.shapes, tuple(chosen))
     for name, original in layout.copies:
         if name in found and original in found:
@@ -177,7 +183,7 @@ def _chosen_form(mapping: WeightMapping, found: Found, problems: ProblemList) ->
 
 
 def _check_tensor(
-    tensors: list[StoredTensor], shape: tuple[int, ...], dtype: str, misfit: str, problems: ProblemList
+    tensors: Sequence[AnyTensor], shape: tuple[int, ...], dtype: str, misfit: str, problems: ProblemList
 ) -> None:
     """Notes a wrong shape under ``misfit``, and wrong types, of one tensor in all files that hold it."""
     for tensor in tensors:

@@ -132,51 +132,71 @@ def save_checkpoint(
         ValueError: for a bad step, prefix, save_max, or values that cannot be stored.
         OSError: if writing fails; the temporary folder is removed.
     """
+    check_arguments(step, prefix, save_max)
+    final = Path(save_path) / iteration_name(step)
+    temporary = begin_folder(final)
+    try:
+        write_common(temporary, common)
+        for kind, tensors in (("model", model_tensors), ("opt", optimizer_tensors)):
+            if tensors is not None:
+                specs = [TensorSpec(name, array.dtype.name, array.shape) for name, array in tensors.items()]
+                write_tensors(temporary / rank_file_name(kind, prefix), specs, tensors.__getitem__, {"format": "ms"})
+        publish_iteration(temporary, final, step)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if written is not None:
+        prune(final, save_max, written)
+    return final
+
+
+def check_arguments(step: int, prefix: str | None, save_max: int) -> None:
+    """Refuses arguments of `save_checkpoint`.
+
+    Raises:
+        ValueError: says which.
+    """
     if step < 0:
         raise ValueError(f"the step of a checkpoint must be 0 or more, not {step}")
     if save_max < 1:
         raise ValueError(f"checkpoint.save_max must be 1 or more, not {save_max}")
     _check_prefix(prefix)
-    root = Path(save_path)
-    root.mkdir(parents=True, exist_ok=True)
-    final = root / iteration_name(step)
-    temporary = root / f".{final.name}.partial"
+
+
+def temporary_folder(final: Path) -> Path:
+    """Returns where an iteration is written before it is complete."""
+    return final.with_name(f".{final.name}.partial")
+
+
+def begin_folder(final: Path) -> Path:
+    """Makes the temporary folder of an iteration and returns it."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_folder(final)
     if temporary.exists():  # left by a run that was killed while it saved this step
         shutil.rmtree(temporary)
     temporary.mkdir()
     if final.exists():
         logger.warning("the checkpoint %s exists and will be replaced", final)
-    try:
-        _write_folder(temporary, prefix, model_tensors, optimizer_tensors, common)
-        publish_folder(temporary, final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    replace_file(root / TRACKER, str(step).encode())
-    if written is not None:
-        _prune(final, save_max, written)
-    return final
+    return temporary
 
 
-def _write_folder(
-    folder: Path,
-    prefix: str | None,
-    model_tensors: Mapping[str, np.ndarray],
-    optimizer_tensors: Mapping[str, np.ndarray] | None,
-    common: Mapping[str, Any],
-) -> None:
+def publish_iteration(temporary: Path, final: Path, step: int) -> None:
+    """Gives a complete iteration its name and points the tracker to it."""
+    publish_folder(temporary, final)
+    replace_file(final.parent / TRACKER, str(step).encode())
+
+
+def write_common(folder: Path, common: Mapping[str, Any]) -> None:
+    """Writes what `read_common` reads."""
     known = {key: common.get(key) for key in COMMON_KEYS}
     extra = {key: value for key, value in common.items() if key not in COMMON_KEYS}
     write_synced(folder / COMMON_FILE, json_text(known, COMMON_FILE).encode())
     if extra:
         write_synced(folder / EXTRA_FILE, json_text(extra, EXTRA_FILE).encode())
-    for kind, tensors in (("model", model_tensors), ("opt", optimizer_tensors)):
-        if tensors is not None:
-            specs = [TensorSpec(name, array.dtype.name, array.shape) for name, array in tensors.items()]
-            write_tensors(folder / rank_file_name(kind, prefix), specs, tensors.__getitem__, {"format": "ms"})
 
 
-def _prune(newest: Path, save_max: int, written: list[Path]) -> None:
+def prune(newest: Path, save_max: int, written: list[Path]) -> None:
+    """Notes the newest iteration of a run and deletes its oldest ones, see `save_checkpoint`."""
     if newest in written:
         written.remove(newest)
     written.append(newest)

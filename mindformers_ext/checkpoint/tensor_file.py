@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +15,7 @@ from types import TracebackType
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mindformers_ext.checkpoint.convert import part_of, scatter, stretches, widen_bfloat16, widen_into
+from mindformers_ext.checkpoint.convert import part_of, scatter, stretches, widen_into
 from mindformers_ext.checkpoint.errors import CheckpointError, listed
 from mindformers_ext.checkpoint.files import parse_json_object
 
@@ -53,6 +52,11 @@ _FOREIGN_STARTS = (
 )
 
 
+def stored_width(dtype: str) -> int:
+    """Returns the bytes of a value of a type in safetensors' name; of F4, which packs two, those of a pair."""
+    return np.dtype(_STORED_TYPES[dtype]).itemsize
+
+
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
     """A tensor inside a safetensors file.
@@ -79,6 +83,11 @@ class StoredTensor:
         return f"{self.name} in {self.file.label}"
 
     @property
+    def label(self) -> str:
+        """Name of its file, for messages."""
+        return self.file.label
+
+    @property
     def size(self) -> int:
         """Number of values."""
         return math.prod(self.shape)
@@ -98,6 +107,7 @@ class StoredTensor:
         width = np.dtype(stored).itemsize
         if not count:
             return np.empty(0, stored)
+        self.file.was_read = True
         start = self.start + first * width
         offset = start % mmap.ALLOCATIONGRANULARITY
         try:
@@ -139,12 +149,6 @@ class StoredTensor:
             worst = low if low < limits.min else high
             raise CheckpointError(f"{self.where} holds {worst}, which is no {dtype.name}")
 
-    def values(self, size: int) -> Iterator[np.ndarray]:
-        """Yields the values of a float tensor in order, as float32, at most ``size`` of them at a time."""
-        for first in range(0, self.size, size):
-            piece = self.window(first, min(size, self.size - first))
-            yield widen_bfloat16(piece) if self.dtype == "BF16" else piece.astype(np.float32, copy=False)
-
     def read(self) -> np.ndarray:
         """Returns a new array of the stored type; BF16 becomes float32.
 
@@ -166,6 +170,9 @@ def _copy(values: np.ndarray, target: np.ndarray) -> None:
 class TensorFile:
     """An open safetensors file whose header was checked; `tensors` lists what it holds.
 
+    Attributes:
+        was_read: whether values of it were read.
+
     Raises:
         CheckpointError: on opening, if the file is missing, empty, truncated or not safetensors.
     """
@@ -173,6 +180,7 @@ class TensorFile:
     def __init__(self, path: Path, label: str | None = None) -> None:
         self.path = path
         self.label = label or path.name
+        self.was_read = False
         if not path.is_file():
             kind = "a link to nothing" if path.is_symlink() else "not a regular file" if path.exists() else "missing"
             raise CheckpointError(f"{path} is {kind}")

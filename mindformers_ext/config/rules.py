@@ -19,8 +19,8 @@ DATALOADERS = ("JsonlDataset", "TextDataset")
 # reason. docs/yaml.md marks the same ones.
 NO_EFFECT: dict[str, tuple[str, ...]] = {
     "checkpoints are written before the next step": ("checkpoint.async_save",),
-    "one process reads and writes whole checkpoints": (
-        *("checkpoint.remove_redundancy", "checkpoint.load_balanced", "checkpoint.load_worker_number"),
+    "every process reads its own part of a checkpoint": (
+        *("checkpoint.load_balanced", "checkpoint.load_worker_number"),
         *("checkpoint.save_global_layout_cache", "checkpoint.reshard_worker_num"),
     ),
     "an epoch's last blocks are followed by the next epoch's first": ("train_dataset.drop_remainder",),
@@ -41,8 +41,8 @@ TRAINING_ONLY = (
     *("optimizer", "lr_scheduler", "train_dataset", "callbacks"),
     *("training.steps", "training.local_batch_size", "training.global_batch_size", "training.max_norm"),
     *("training.use_skip_step_on_nan", "training.max_consecutive_skipped_steps", "training.rampup_batch_size"),
-    *("checkpoint.enable_save", "checkpoint.save_path", "checkpoint.save_max", "checkpoint.save_interleaved_steps"),
-    *("checkpoint.no_save_optim", "checkpoint.prefix", "checkpoint.no_load_optim"),
+    *("checkpoint.enable_save", "checkpoint.save_max", "checkpoint.save_interleaved_steps"),
+    *("checkpoint.no_save_optim", "checkpoint.no_load_optim"),
 )
 # Switches, and the value that asks for what happens anyway; so does false everywhere.
 _OFF = {"recompute.mode": "None", "context.mode": 1}

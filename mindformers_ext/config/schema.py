@@ -328,12 +328,17 @@ class PredictSection(Section):
 
     task: Literal["generate"] = "generate"
     dataset_field: Name = "instruction"
+    prompt_template: Name | None = None
+    chat_template: Name = "none"
     skip_special_tokens: bool = True
     suppress_unnamed_tokens: bool = False
     progress: bool = True
+    metrics_file: bool = True
     resume: bool | Literal["auto"] = "auto"
     on_error: Literal["record", "abort"] = "record"
     max_errors: Count | None = None
+    start_timeout: NonNegativeFloat = 1800.0
+    step_timeout: NonNegativeFloat = 600.0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import numpy as np
 
 from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
+from mindformers_ext.generate.gathering import Logits
 from mindformers_ext.generate.logprobs import as_fields
 from mindformers_ext.generate.noise import exponential, row_keys
 from mindformers_ext.generate.processors import StepContext, build_processors
@@ -44,7 +45,7 @@ def search_beams(
     """
     with stats.prefill(int(rows.prompt_lengths.sum())):
         logits = forward.prefill()
-    search = _Search(forward, rows, config, stopping, logits.shape[1])
+    search = _Search(forward, rows, config, stopping, logits.vocab_size)
     while True:
         with stats.decode():
             tokens = search.advance(logits)
@@ -66,6 +67,8 @@ class _Search:
         self._stopping = stopping
         self._processors = build_processors(config, vocab_size)
         self._vllm = config.beam_score == "vllm"
+        ends = max(2, 1 + len(config.eos_token_ids))
+        self._num_wanted = (2 if self._vllm else ends) * config.num_beams  # candidates of a step
         self._answers: list[list[GeneratedRow]] = [[] for _ in range(len(rows))]
         self._beams = rows  # one row for each beam, those of a prompt together
         self._prompts = rows  # one row for each prompt; only the lengths, budgets and numbers are used
@@ -94,11 +97,11 @@ class _Search:
         """The result, when every prompt is done."""
         return [row for answer in self._answers for row in answer]
 
-    def advance(self, logits: np.ndarray) -> np.ndarray:
+    def advance(self, logits: Logits) -> np.ndarray:
         """Makes a step.
 
         Args:
-            logits: float32 ``[beams, V]``.
+            logits: of the beams.
 
         Returns:
             The newest tokens of all beams that go on, int ``[beams]``; the forward holds these beams already.
@@ -124,15 +127,21 @@ class _Search:
         self._beams.append(newest)
         return newest
 
-    def _log_probabilities(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _log_probabilities(self, logits: Logits) -> tuple[np.ndarray, np.ndarray]:
         """Log-probabilities as ``scores - offsets``, float32 ``[beams, V]`` and ``[beams, 1]``.
 
-        Subtracting from a few candidates instead of everything spares a pass over the vocabulary.
+        Subtracting from a few candidates instead of everything spares a pass over the vocabulary. On several processes
+        all scores but the candidates are -inf where nothing else reads them.
         """
-        normaliser = log_sum_exp(logits)
+        config = self._config
+        plain = not len(self._processors) and not config.do_sample
+        if plain and not config.stopping_criteria and logits.is_split:
+            return logits.ranked(max(self._num_wanted, self._num_alternatives or 0))
+        whole = logits.whole()
+        normaliser = log_sum_exp(whole)
         if not len(self._processors):
-            return logits, normaliser
-        scores = self._processors(logits - normaliser, self._beams.context())
+            return whole, normaliser
+        scores = self._processors(whole - normaliser, self._beams.context())
         if np.isnan(scores.max(axis=1)).any():
             raise FloatingPointError("a processor gave nan for the next token of a beam")
         return scores, np.zeros_like(normaliser)
@@ -145,8 +154,7 @@ class _Search:
             and the tokens, int64 ``[L, K]``.
         """
         num_prompts, num_beams = self._running["scores"].shape
-        ends = max(2, 1 + len(self._config.eos_token_ids))
-        wanted = (2 if self._vllm else ends) * self._config.num_beams
+        wanted = self._num_wanted
         running = self._running["scores"].reshape(-1, 1)
         if self._config.do_sample:
             return self._draw(scores - offsets + running, wanted)

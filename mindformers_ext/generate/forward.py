@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from mindformers_ext.generate.gathering import best_tokens, gather_vocab_parallel_logits
+from mindformers_ext.generate.gathering import Logits
 from mindformers_ext.generate.kv_cache import KVCache
-from mindformers_ext.generate.sampler import greedy_sample
 from mindformers_ext.generate.utils import _build_combined_mask, build_position_ids, left_pad
-from mindformers_ext.parallel.groups import ParallelContext
+from mindformers_ext.parallel.groups import single
 from mindformers_ext.parallel.lockstep import Lockstep
 
 
@@ -39,8 +39,11 @@ class BatchForward:
         max_new_tokens: most tokens that will be added to a row.
         use_cache: False runs the whole sequence at every step.
         chunk_size: most prompt tokens in one forward.
-        best_only: steps give the best token of each row, int64 ``[B]``, in place of logits.
         before_forward: is called before each forward; what it raises ends the batch.
+
+    Attributes:
+        num_forwards: how often the model was run.
+        cache_bytes: the most that the cache has held so far.
 
     Raises:
         ValueError: prompts of different lengths for a model that takes no mask or no positions.
@@ -53,14 +56,15 @@ class BatchForward:
         max_new_tokens: int,
         use_cache: bool,
         chunk_size: int,
-        best_only: bool = False,
         before_forward: Callable[[], None] | None = None,
     ) -> None:
         self._model = model
         self._before_forward = before_forward
-        self.best_only = best_only
+        self.num_forwards = self.cache_bytes = 0
         shard = getattr(model, "model_shard", None)
-        self._layout: ParallelContext | None = None if shard is None else shard.context
+        self._layout = single() if shard is None else shard.context
+        runtime = getattr(model, "runtime", None)
+        self._waiting = nullcontext if runtime is None else runtime.waiting
         self._accepts = set(inspect.signature(model.construct).parameters)
         self._ids, self._mask = left_pad(prompts)
         self._padded = bool((self._mask == 0).any())
@@ -85,8 +89,8 @@ class BatchForward:
         """Tokens of each row, pads included."""
         return self._ids.shape[1]
 
-    def prefill(self) -> np.ndarray:
-        """Runs the prompts; returns the logits float32 ``[B, V]`` of their last tokens, or the best token of each."""
+    def prefill(self) -> Logits:
+        """Runs the prompts; returns the logits ``[B, V]`` that follow their last tokens."""
         length = self.length
         start = 0
         while self._cache is not None and start + self._chunk_size < length:
@@ -94,14 +98,14 @@ class BatchForward:
             start += self._chunk_size
         return self._last(self._run(0 if self._cache is None else start, length))
 
-    def step(self, tokens: np.ndarray) -> np.ndarray:
-        """Appends one token to each row, int ``[B]``; returns the logits float32 ``[B, V]`` that follow, or tokens."""
+    def step(self, tokens: np.ndarray) -> Logits:
+        """Appends one token to each row, int ``[B]``; returns the logits ``[B, V]`` that follow."""
         column = np.zeros((len(self._ids), 1), np.int32)
         column[self._live, 0] = tokens
         self._ids = np.concatenate((self._ids, column), axis=1)
         self._mask = np.concatenate((self._mask, np.ones_like(column)), axis=1)
         logits = self._last(self._run(0 if self._cache is None else self.length - 1, self.length))
-        return logits if len(self._live) == len(logits) else logits[self._live]
+        return logits if len(self._live) == logits.num_rows else logits.select(self._live)
 
     def select(self, rows: np.ndarray, shared: int = 0) -> None:
         """Makes row ``i`` what was row ``rows[i]``; there may be more or fewer rows than before.
@@ -122,14 +126,24 @@ class BatchForward:
             self._live = np.arange(len(rows))
             self._padded = bool((self._mask == 0).any())
 
-    def close(self) -> None:
-        """Frees the cache, and lets processes that share parameters with this one come to their end."""
+    def finish(self) -> None:
+        """Lets processes that share parameters with this one come to their end."""
         if self._lockstep is not None:
             self._lockstep.finish()
+        self._measure()
+
+    def close(self) -> None:
+        """Frees the cache."""
         if self._cache is not None:
             self._cache.clear()
 
+    def _measure(self) -> None:
+        if self._cache is not None:
+            self.cache_bytes = max(self.cache_bytes, self._cache.nbytes)
+
     def _reorder(self, order: np.ndarray, shared: int) -> None:
+        if len(order) < len(self._ids):
+            self._measure()
         self._ids, self._mask = self._ids[order], self._mask[order]
         if self._cache is not None:
             self._cache.reorder(order, shared)
@@ -153,6 +167,7 @@ class BatchForward:
             self._before_forward()
         if self._lockstep is not None:
             self._lockstep.forward()
+        self.num_forwards += 1
         outputs = self._model(
             Tensor.from_numpy(np.ascontiguousarray(self._ids[:, start:end])),
             **{name: value for name, value in given.items() if name in self._accepts},
@@ -162,17 +177,15 @@ class BatchForward:
             self._store(past_key_values)
         return logits
 
-    def _last(self, logits: Tensor | None) -> np.ndarray:
+    def _last(self, logits: Tensor | None) -> Logits:
         """What `prefill` and `step` return, from what the forward of the last tokens gave this process."""
         last = None
         if logits is not None:
             last = logits if logits.shape[1] == 1 else logits[:, -1:]
             last = last.asnumpy()[:, 0].astype(np.float32, copy=False)
-        if self._layout is None or self._layout.tp.size == self._layout.pp.size == 1:
-            assert last is not None
-            return greedy_sample(last) if self.best_only else last
-        join = best_tokens if self.best_only else gather_vocab_parallel_logits
-        return join(last, len(self._ids), self._model.config.vocab_size, self._layout)
+        has_rows = last is not None and self._layout.tp.size == 1  # a foreign model has no config
+        vocab_size = last.shape[1] if has_rows and last is not None else self._model.config.vocab_size
+        return Logits(last, len(self._ids), vocab_size, self._layout, self._waiting)
 
     def _past(self) -> Any:
         if self._cache is None or (not self._in_place and not len(self._cache)):

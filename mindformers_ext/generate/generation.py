@@ -16,7 +16,6 @@ from mindformers_ext.generate.beam_search import search_beams
 from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
 from mindformers_ext.generate.noise import fresh_seed
-from mindformers_ext.generate.processors import build_processors
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.generate.stepwise import choose_tokens
@@ -130,7 +129,8 @@ def generate_rows(
         config = copy.copy(config)
         config.seed = fresh_seed()
         logger.info("seed of sampling: %d", config.seed)
-    stopping = Stopping(config, decode)
+    shard = getattr(model, "model_shard", None)
+    stopping = Stopping(config, decode, bool if shard is None else shard.context.unit.any)
     rows = Rows(prompts, range(len(prompts)) if record_ids is None else record_ids, _budgets(prompts, config))
     _check_limits(model, prompts, rows.budgets)
     if config.num_beams > 1 and streamer is not None:
@@ -148,26 +148,22 @@ def generate_rows(
                 int(rows.budgets.max()),
                 config.use_cache,
                 config.prefill_chunk_size,
-                best_only=_reads_best_only(model, config, step_scores),
                 before_forward=before_forward,
             )
             try:
                 if config.num_beams > 1:
-                    return search_beams(forward, rows, config, stopping, stats)
-                return choose_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
+                    answers = search_beams(forward, rows, config, stopping, stats)
+                else:
+                    answers = choose_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
+                forward.finish()
+                return answers
             finally:
                 forward.close()
+                stats.forwards += forward.num_forwards
+                stats.cache_bytes = max(stats.cache_bytes, forward.cache_bytes)
     finally:
         if streamer is not None:
             streamer.end()
-
-
-def _reads_best_only(model: Any, config: GenerationConfig, step_scores: list[np.ndarray] | None) -> bool:
-    """Tells whether the best token of each row is all that a run reads of the logits."""
-    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
-    if not isinstance(vocab_size, int) or config.do_sample or config.num_beams > 1 or config.stopping_criteria:
-        return False
-    return config.output_logprobs is None and step_scores is None and not build_processors(config, vocab_size)
 
 
 @contextmanager

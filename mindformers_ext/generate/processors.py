@@ -21,10 +21,12 @@ class ProcessorList:
 
     Args:
         processors: each may change the scores that it is given, and returns them or others.
+        only_warpers: no processor looks at anything but the scores that its predecessors left.
     """
 
-    def __init__(self, processors: Sequence[Processor] = ()) -> None:
+    def __init__(self, processors: Sequence[Processor] = (), only_warpers: bool = False) -> None:
         self._processors = tuple(processors)
+        self.only_warpers = only_warpers
 
     def __len__(self) -> int:
         return len(self._processors)
@@ -53,7 +55,7 @@ def build_processors(config: GenerationConfig, vocab_size: int) -> ProcessorList
     processors = list(_penalties(config, vocab_size))
     processors += [penalties.custom(call_processor, plugin, config.filler) for plugin in config.logits_processor]
     warpers = build_warpers(config)
-    return ProcessorList([*processors, Warpers(warpers)] if warpers else processors)
+    return ProcessorList([*processors, Warpers(warpers)] if warpers else processors, only_warpers=not processors)
 
 
 def _penalties(config: GenerationConfig, vocab_size: int) -> Iterator[Processor]:

@@ -15,12 +15,22 @@ class GenerationStats:
     A row's first token comes from the prefill, so ``decode_tokens`` counts those from the second on.
 
     Of beams, each one's tokens count: they are what the model ran.
+
+    ``forwards`` counts runs of the model, idle ones aside; ``cache_bytes`` is the most that a cache has held.
+
+    Attributes:
+        steps: forwards that are done, for those who watch a run; a prefill counts as one.
     """
 
     prefill_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_seconds: float = 0.0
     decode_tokens: int = 0
+    forwards: int = 0
+    cache_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.steps = 0
 
     @contextmanager
     def prefill(self, tokens: int) -> Iterator[None]:
@@ -29,6 +39,7 @@ class GenerationStats:
         yield
         self.prefill_seconds += time.perf_counter() - started
         self.prefill_tokens += tokens
+        self.steps += 1
 
     @contextmanager
     def decode(self) -> Iterator[None]:
@@ -36,3 +47,4 @@ class GenerationStats:
         started = time.perf_counter()
         yield
         self.decode_seconds += time.perf_counter() - started
+        self.steps += 1

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mindformers_ext.generate.choice import Choice, Chosen
 from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
 from mindformers_ext.generate.logprobs import as_fields, record_logprobs
-from mindformers_ext.generate.processors import StepContext, build_processors
 from mindformers_ext.generate.rows import GeneratedRow, Rows
-from mindformers_ext.generate.sampler import greedy_sample, sample
 from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.generate.stopping import REASONS, RUNNING, Stopping, Verdict
 from mindformers_ext.generate.streamers import Streamer
@@ -48,26 +47,23 @@ def choose_tokens(
     if config.num_return_sequences > 1:
         copies = np.repeat(np.arange(len(rows)), config.num_return_sequences)
         forward.select(copies)
-        logits, rows = logits[copies], rows.repeated(config.num_return_sequences)
-    processors = None if forward.best_only else build_processors(config, logits.shape[1])
+        logits, rows = logits.select(copies), rows.repeated(config.num_return_sequences)
+    choose = Choice(config, logits.vocab_size, watched=step_scores is not None)
     if step_scores is not None:
-        _check_room(logits, rows)
+        _check_room(logits.vocab_size, rows)
     answers = _Answers(len(rows), int(rows.budgets.max()), config)
     while True:
         with stats.decode():
-            if processors is None:
-                scores = chosen = logits
-            else:
-                context = rows.context()
-                scores = processors(logits, context)
-                chosen = _choose(scores, context, config)
-            answers.record(rows, logits, chosen)
+            step = choose(logits, rows)
+            chosen = step.tokens
+            answers.record(rows, step)
             if step_scores is not None:
-                step_scores.append(answers.spread(rows, scores, np.nan))
+                assert step.scores is not None
+                step_scores.append(answers.spread(rows, step.scores, np.nan))
             rows.append(chosen)
             if streamer is not None:
                 streamer.put(answers.spread(rows, chosen, config.filler))
-            verdict = stopping.check(chosen, rows.step, rows.budgets, rows.context, _constant(scores))
+            verdict = stopping.check(chosen, rows.step, rows.budgets, rows.context, _scores_of(step))
             running = np.flatnonzero(verdict.codes == RUNNING)
             if len(running) < len(rows):
                 answers.finish(rows, verdict)
@@ -79,22 +75,19 @@ def choose_tokens(
             stats.decode_tokens += len(rows)
 
 
-def _choose(scores: np.ndarray, context: StepContext, config: GenerationConfig) -> np.ndarray:
-    if not config.do_sample:
-        return greedy_sample(scores)
-    assert config.seed is not None
-    return sample(scores, context, config.seed)
+def _scores_of(step: Chosen) -> Callable[[], np.ndarray]:
+    def scores() -> np.ndarray:
+        assert step.scores is not None
+        return step.scores
+
+    return scores
 
 
-def _constant(scores: np.ndarray) -> Callable[[], np.ndarray]:
-    return lambda: scores
-
-
-def _check_room(logits: np.ndarray, rows: Rows) -> None:
-    needed = logits.size * 4 * int(rows.budgets.max())
+def _check_room(vocab_size: int, rows: Rows) -> None:
+    needed = len(rows) * vocab_size * 4 * int(rows.budgets.max())
     if needed > _MOST_SCORES:
         raise ValueError(
-            f"output_scores would need {needed / 2**30:.1f} GiB ({len(rows)} rows, {logits.shape[1]} tokens, "
+            f"output_scores would need {needed / 2**30:.1f} GiB ({len(rows)} rows, {vocab_size} tokens, "
             f"{int(rows.budgets.max())} steps), more than {_MOST_SCORES / 2**30:.0f}; use output_logprobs"
         )
 
@@ -119,11 +112,12 @@ class _Answers:
         everything[rows.origins] = values
         return everything
 
-    def record(self, rows: Rows, logits: np.ndarray, chosen: np.ndarray) -> None:
+    def record(self, rows: Rows, step: Chosen) -> None:
         """Notes log-probabilities of the tokens that `rows` are about to get."""
         if self._count is None:
             return
-        for name, values in record_logprobs(logits, chosen, self._count).items():
+        assert step.logits is not None
+        for name, values in record_logprobs(step.logits, step.tokens, self._count).items():
             if name not in self._records:
                 shape = (len(self._found), self._room, *values.shape[1:])
                 self._records[name] = np.zeros(shape, values.dtype)

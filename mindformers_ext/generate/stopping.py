@@ -108,12 +108,15 @@ class Stopping:
     Args:
         config: options.
         decode: gives the text of new ids; needed for stop strings.
+        agree: whether a flag is set on any process that decodes the same rows; their clocks differ.
 
     Raises:
         ValueError: stop strings without ``decode``.
     """
 
-    def __init__(self, config: GenerationConfig, decode: DecodeNew | None = None) -> None:
+    def __init__(
+        self, config: GenerationConfig, decode: DecodeNew | None = None, agree: Callable[[bool], bool] = bool
+    ) -> None:
         if config.stop_texts and decode is None:
             raise ValueError("stop_strings need a decode function, which gives the text of new token ids")
         self._eos = np.array(config.eos_token_ids, np.int64)
@@ -121,6 +124,7 @@ class Stopping:
         self._plugins = tuple(config.stopping_criteria)
         self._filler = config.filler
         self._min_new_tokens = config.min_new_tokens or 0
+        self._agree = agree
         self._deadline = None if config.max_time is None else time.monotonic() + config.max_time
 
     @property
@@ -147,7 +151,7 @@ class Stopping:
         """
         verdict = Verdict(np.where(num_new >= budgets, LENGTH, RUNNING).astype(np.int8))
         codes = verdict.codes
-        if self._deadline is not None and time.monotonic() > self._deadline:
+        if self._deadline is not None and self._agree(time.monotonic() > self._deadline):
             codes[codes == RUNNING] = TIME
         eos = np.isin(tokens, self._eos)
         if self.reads_rows:

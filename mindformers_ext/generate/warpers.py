@@ -195,7 +195,7 @@ def _contenders(scores: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
         return np.broadcast_to(np.arange(size), scores.shape), np.ones(scores.shape, bool)
     whole = size - size % groups
     maxima = scores[:, :whole].reshape(rows, -1, groups).max(axis=1)
-    return positions(scores >= _nth_of(maxima, n))
+    return positions(~(scores < _nth_of(maxima, n)))  # with nan, which the choice refuses
 
 
 def positions(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -239,11 +239,20 @@ class Warpers:
 
 
 def few_candidates(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """`positions` of the scores that are not -inf, or None if it would not pay to look at these alone."""
+    """`positions` of the scores that are not -inf, nan included, or None if it would not pay to look at these alone."""
     if scores.shape[1] < _HEAD:
         return None
-    candidates = scores > -np.inf
+    candidates = scores != -np.inf
     return positions(candidates) if np.count_nonzero(candidates) <= candidates.size // 8 else None
+
+
+def num_contenders(config: GenerationConfig) -> int | None:
+    """How many of the best scores of a row decide a sample, with all that equal the last of them; None: all scores."""
+    if not config.do_sample or config.num_beams > 1 or config.temperature < _LOWEST_PLAIN_TEMPERATURE:
+        return None
+    if config.top_h is not None:
+        return _TOP_H_CANDIDATES
+    return config.top_k if config.top_k > 0 else None
 
 
 def build_warpers(config: GenerationConfig) -> list[Warper]:

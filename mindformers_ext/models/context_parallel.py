@@ -35,6 +35,8 @@ class SharedState(LayerState):
     def __init__(self, state: SlotState, parts: int) -> None:
         super().__init__(state.max_length)
         self.state, self.parts = state, parts
+        # A part of the first tokens and a part of those after them, each rounded up.
+        state.max_length = state.max_length // parts + 2
         self.slots = np.zeros(0, np.int64)
 
     @property
@@ -46,7 +48,7 @@ class SharedState(LayerState):
         """See `LayerState.reserve`."""
         super().reserve(length)
         # Of the new tokens a process keeps its part, and one more where they do not divide.
-        self.state.reserve(min(len(self.slots) + (length - self.length) // self.parts + 1, self.max_length))
+        self.state.reserve(min(len(self.slots) + (length - self.length) // self.parts + 1, self.state.max_length))
 
     def keep(self, share: SequenceShare, *values: Tensor) -> None:
         """Adds those new tokens that this process keeps.

@@ -181,6 +181,16 @@ class GPTModel(nn.Cell):
             raise ValueError(f"{name} has shape {parameter.shape}, not {array.shape}")
         parameter.set_data(Tensor.from_numpy(array))
 
+    def weight(self, name: str) -> np.ndarray:
+        """Returns what `set_weight` set, or training made of it: the part that `weight_regions` says, to be read only.
+
+        Raises:
+            KeyError: no such parameter on this process.
+        """
+        if self._sharded is not None:
+            return self._sharded.stored(name)
+        return self._parameters_by_name[name].asnumpy()
+
     def init_weights(self, seed: int) -> None:
         """Gives every parameter its first value: norms 1, biases 0, matrices normal.
 

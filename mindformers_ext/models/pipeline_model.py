@@ -90,6 +90,10 @@ class PipelineModel(nn.Cell):
         """See `GPTModel.set_weight`."""
         self.stage.set_weight(name, array)
 
+    def weight(self, name: str) -> np.ndarray:
+        """See `GPTModel.weight`."""
+        return self.stage.weight(name)
+
     def _activation_shape(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[int, int]:
         rows, length = keywords["input_ids"].shape
         states = keywords["past_key_values"]

@@ -1,14 +1,16 @@
 """Collective operations: the only module that communicates.
 
-On Ascend they are MindSpore's own. On a CPU MindSpore 2.10 has the sum of float32 over a group and nothing else, so the
-rest is built from it without rounding: what moves is summed with zeros, and integers travel in 16-bit digits.
+On Ascend they are MindSpore's own. On CPUs they go over the connections of `mesh`: MindSpore 2.10 has little more than
+the sum of float32 there, and no way to end a call whose peers have failed.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,11 +19,14 @@ from typing import Any, Protocol
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
+from mindspore.common._grad_function import _Function
 
-from mindformers_ext.ops.backend import device_target
+from mindformers_ext.ops.backend import recording_gradient
+from mindformers_ext.parallel.mesh import Mesh, PeerError, PeerLostError, Report
 
-# Sums of this many 16-bit digits stay below 2^24, up to which float32 counts exactly.
-_MAX_WIDE_DIGITS = 256
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "barrier")
+# Up to here all ranks send everything to each other: one exchange in place of two.
+_SMALL_SUM_BYTES = 1 << 15
 _SHOWN_RANKS = 8
 
 
@@ -43,6 +48,7 @@ class Traffic:
     """
 
     counts: dict[tuple[str, str], Count] = field(default_factory=dict)
+    finished: int = 0  # calls that have ended, of all collectives and groups; never starts again
 
     def add(self, collective: str, group: str, sent: int) -> None:
         """Counts one call that sends ``sent`` bytes."""
@@ -58,6 +64,10 @@ class Traffic:
                 total.calls += count.calls
                 total.bytes += count.bytes
         return total
+
+    def by_group(self) -> dict[str, Count]:
+        """Returns the sum over all calls in each group, as it is now."""
+        return {group: self.total(group=group) for group in dict.fromkeys(group for _, group in self.counts)}
 
     def clear(self) -> None:
         """Starts again at zero."""
@@ -94,7 +104,13 @@ class Group:
     """
 
     def __init__(
-        self, name: str, ranks: Sequence[int], rank: int, communicator: str = "", traffic: Traffic | None = None
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        communicator: str = "",
+        traffic: Traffic | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         """Describes a group; `groups.init_parallel` makes the real ones.
 
@@ -102,8 +118,9 @@ class Group:
             name: name of the group.
             ranks: global ranks of the members, in their order in the group.
             rank: global rank of this process.
-            communicator: MindSpore's name of the group, made beforehand; empty where there is one member.
+            communicator: MindSpore's name of the group, made beforehand; empty on CPUs and where there is one member.
             traffic: where calls are counted.
+            mesh: the connections of this process, on CPUs.
         """
         self.name = name
         self.ranks = tuple(ranks)
@@ -111,11 +128,12 @@ class Group:
         self.size = len(self.ranks)
         self.traffic = Traffic() if traffic is None else traffic
         self._communicator = communicator
+        self._mesh = mesh
 
     @cached_property
     def _device(self) -> _Collectives:
-        if device_target() == "CPU":
-            return _CpuCollectives(self._communicator, self.rank, self.size)
+        if self._mesh is not None:
+            return _CpuCollectives(self._mesh, self.name, self.ranks, self.rank)
         return _NativeCollectives(self._communicator, self.ranks)
 
     @contextmanager
@@ -124,13 +142,16 @@ class Group:
         self.traffic.add(collective, self.name, sent)
         try:
             yield self._device
+            self.traffic.finished += 1
+        except (PeerError, PeerLostError):
+            raise
         except Exception as error:
             shown = ", ".join(str(rank) for rank in self.ranks[:_SHOWN_RANKS])
             more = ", ..." if self.size > _SHOWN_RANKS else ""
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            here = self.ranks[self.rank]
             raise ConnectionError(
-                f"{collective} in group {self.name!r} (ranks {shown}{more}) failed on rank {self.ranks[self.rank]}: "
-                f"a member has probably ended, or makes another call ({reason})"
+                f"{collective} in group {self.name!r} (ranks {shown}{more}) failed on rank {here}: {reason}"
             ) from error
 
     def all_reduce(self, x: Any) -> Any:
@@ -257,6 +278,26 @@ class Group:
         """Tells whether ``flag`` is true on any rank."""
         return bool(self.all_reduce(np.array([flag], np.float32))[0])
 
+    @property
+    def waiting_for(self) -> tuple[int, ...]:
+        """Global ranks from which this process expects data right now, in whatever group; empty where unknown."""
+        return () if self._mesh is None else self._mesh.waiting_for
+
+    def exchange_reports(self, report: Report) -> list[Report]:
+        """Returns what every rank tells of itself: None, or what failed. All ranks of the job call it.
+
+        On CPUs it works after calls that failed, on whatever rank and wherever they were, and later calls are free of
+        what came before; this is why it is for the whole job. Elsewhere it is a collective like others.
+
+        Raises:
+            PeerLostError: the process of a rank has ended.
+        """
+        if self.size == 1:
+            return [report]
+        if self._mesh is not None:
+            return self._mesh.end_epoch(report)
+        return self.all_gather_object(report) if self.any(report is not None) else [None] * self.size
+
     def barrier(self) -> None:
         """Returns once all ranks have called it."""
         if self.size > 1:
@@ -283,64 +324,94 @@ class Group:
 
 
 class _CpuCollectives:
-    """Everything from the sum of float32 over a group."""
+    """Everything from arrays that travel between two ranks; sums are made in the order of the group on all of them."""
 
-    def __init__(self, communicator: str, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self._sum = ops.AllReduce(ops.ReduceOp.SUM, communicator)
-
-    def _sum_array(self, x: np.ndarray) -> np.ndarray:
-        return self._sum(Tensor.from_numpy(x)).asnumpy()
+    def __init__(self, mesh: Mesh, name: str, ranks: tuple[int, ...], index: int) -> None:
+        self._mesh, self._ranks, self._index = mesh, ranks, index
+        self._number = zlib.crc32(f"{name} {ranks}".encode())
+        self._others = [other for other in range(len(ranks)) if other != index]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if x.dtype in (ms.float32, ms.float16):
-            return self._sum(x)
-        array = x.asnumpy()
-        digit = np.dtype(np.uint16 if self.size <= _MAX_WIDE_DIGITS and array.itemsize > 1 else np.uint8)
-        digits = _as_digits(array, digit)
-        sums = self._sum_array(digits).astype(np.uint64)
-        # Two's complement: the sum modulo 2^bits is the sum of the digits, each shifted to its place.
-        total = np.zeros(len(sums), np.uint64)
-        for place in range(sums.shape[1]):
-            total += sums[:, place] << np.uint64(8 * digit.itemsize * place)
-        unsigned = total.astype(f"u{array.itemsize}")
-        return Tensor.from_numpy(unsigned.view(array.dtype).reshape(array.shape))
+        return _Sum.apply(x, self.sum_array) if recording_gradient() else Tensor.from_numpy(self.sum_array(_array(x)))
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        """Returns the sum over the group, bit by bit the same on all ranks."""
+        size = len(self._ranks)
+        if size == 2 or array.nbytes <= _SMALL_SUM_BYTES:
+            return _summed(self._gather("all_reduce", array))
+        # Each rank sums its part and gives it to all: 2 (n - 1) / n of the bytes in place of n - 1.
+        flat = array.reshape(-1)
+        bounds = [len(flat) * part // size for part in range(size + 1)]
+        parts = [flat[begin:end] for begin, end in itertools.pairwise(bounds)]
+        result = np.empty_like(flat)
+        result[bounds[self._index] : bounds[self._index + 1]] = _summed(self._scatter("all_reduce", parts))
+        slots = [result[begin:end] for begin, end in itertools.pairwise(bounds)]
+        self._call("all_reduce", dict.fromkeys(self._others, slots[self._index]), slots)
+        return result.reshape(array.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        array = x.asnumpy()
-        parts = _to_floats(array)
-        # A sum with -0.0 keeps every value, -0.0 among them.
-        slots = np.full((self.size, parts.size), -0.0, np.float32)
-        slots[self.rank] = parts
-        return Tensor.from_numpy(_from_floats(self._sum_array(slots), array.dtype, (self.size, *array.shape)))
+        return Tensor.from_numpy(self._gather("all_gather", _array(x)))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return Tensor.from_numpy(self.all_reduce(x).asnumpy()[self.rank].copy())
+        return Tensor.from_numpy(_summed(self._scatter("reduce_scatter", list(_array(x)))))
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        return Tensor.from_numpy(self.all_gather(x).asnumpy()[:, self.rank].copy())
+        return Tensor.from_numpy(self._scatter("all_to_all", list(_array(x))))
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        array = x.asnumpy()
-        return self._move(array.shape, array.dtype, array if self.rank == source else None)
+        if self._index == source:
+            self._call("broadcast", dict.fromkeys(self._others, _array(x)), {})
+            return x
+        return self.receive(x.shape, x.dtype, source, "broadcast")
 
     def send(self, x: Tensor, peer: int) -> None:
-        array = x.asnumpy()
-        self._move(array.shape, array.dtype, array)
+        self._call("send", {peer: _array(x)}, {})
 
-    def receive(self, shape: tuple[int, ...], dtype: Any, peer: int) -> Tensor:
-        return self._move(shape, np.dtype(ms.dtype_to_nptype(dtype)), None)
+    def receive(self, shape: tuple[int, ...], dtype: Any, peer: int, collective: str = "send") -> Tensor:
+        result = np.empty(shape, ms.dtype_to_nptype(dtype))
+        self._call(collective, {}, {peer: result})
+        return Tensor.from_numpy(result)
 
     def barrier(self) -> None:
-        self._sum_array(np.zeros(1, np.float32))
+        self._gather("barrier", np.zeros(1, np.uint8))
 
-    def _move(self, shape: tuple[int, ...], dtype: np.dtype, array: np.ndarray | None) -> Tensor:
-        """Returns on all ranks the array of the one rank that has it."""
-        if array is None:
-            parts = np.full(_to_floats(np.empty(shape, dtype)).size, -0.0, np.float32)
-        else:
-            parts = _to_floats(array)
-        return Tensor.from_numpy(_from_floats(self._sum_array(parts), dtype, shape))
+    def _gather(self, collective: str, array: np.ndarray) -> np.ndarray:
+        """Returns the arrays of all ranks, ``[size, *array.shape]``."""
+        result = np.empty((len(self._ranks), *array.shape), array.dtype)
+        result[self._index] = array
+        self._call(collective, dict.fromkeys(self._others, array), result)
+        return result
+
+    def _scatter(self, collective: str, parts: list[np.ndarray]) -> np.ndarray:
+        """Gives part j to rank j; returns what all ranks gave this one, in their order."""
+        mine = parts[self._index]
+        result = np.empty((len(self._ranks), *mine.shape), mine.dtype)
+        result[self._index] = mine
+        self._call(collective, {other: parts[other] for other in self._others}, result)
+        return result
+
+    def _call(self, collective: str, sends: Mapping[int, np.ndarray], receives: Any) -> None:
+        """Exchanges arrays by index in the group; `receives` is a mapping or has a slot for each rank."""
+        wanted = receives if isinstance(receives, dict) else {other: receives[other] for other in self._others}
+        self._mesh.exchange(
+            _KINDS.index(collective) + 1,
+            self._number,
+            {self._ranks[other]: array for other, array in sends.items()},
+            {self._ranks[other]: array for other, array in wanted.items()},
+        )
+
+
+class _Sum(_Function):
+    """The sum over a group, whose gradient is the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sum_array: Callable[[np.ndarray], np.ndarray]) -> Tensor:
+        ctx.sum_array = sum_array
+        return Tensor.from_numpy(sum_array(_array(x)))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return Tensor.from_numpy(ctx.sum_array(_array(gradient))), None
 
 
 class _NativeCollectives:
@@ -384,22 +455,16 @@ class _NativeCollectives:
         mint.distributed.barrier(group=self.communicator)
 
 
-def _as_digits(array: np.ndarray, digit: np.dtype) -> np.ndarray:
-    """Returns the bits of the elements as float32 ``[elements, digits]``, lowest digit first."""
-    return np.ascontiguousarray(array).reshape(-1).view(digit).astype(np.float32).reshape(array.size, -1)
+def _summed(parts: np.ndarray) -> np.ndarray:
+    """Returns the sum over the first dimension, one after the other: integers wrap around."""
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    return total
 
 
-def _to_floats(array: np.ndarray) -> np.ndarray:
-    """Returns float32 values, flat, from which `_from_floats` makes the array again, bit by bit."""
-    if array.dtype == np.float32:
-        return np.ascontiguousarray(array).reshape(-1)
-    return _as_digits(array, np.dtype(np.uint8 if array.itemsize == 1 else np.uint16)).reshape(-1)
-
-
-def _from_floats(parts: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    if dtype != np.float32:
-        parts = parts.reshape(-1).astype(np.uint8 if dtype.itemsize == 1 else np.uint16).view(dtype)
-    return parts.reshape(shape)
+def _array(x: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(x.asnumpy())
 
 
 def _check_summed(x: Any) -> None:

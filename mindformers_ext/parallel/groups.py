@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mindspore import communication
+import numpy as np
+from mindspore import Tensor, communication, ops
 
 from mindformers_ext.ops.backend import device_target
 from mindformers_ext.parallel.collectives import Group, Traffic
+from mindformers_ext.parallel.mesh import TOKEN_BYTES, Mesh, connect, listen
 from mindformers_ext.parallel.parallel_dims import AXES, Axis, Coordinates, ParallelDims
 
 # MindSpore's groups live as long as the process; layouts that follow each other share them.
 _communicators: dict[tuple[int, ...], str] = {}
+# The connections of this process, for all layouts of the job.
+_meshes: list[Mesh] = []
+_ADDRESS_BYTES = 80
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,7 @@ def init_parallel(dims: ParallelDims) -> ParallelContext:
     Raises:
         ValueError: the job has another number of processes than ``dims``.
         RuntimeError: MindSpore could not join the job or make a group.
+        ConnectionError: another process of the job cannot be reached.
     """
     if dims.world_size == 1:
         return single()
@@ -105,16 +113,43 @@ def init_parallel(dims: ParallelDims) -> ParallelContext:
     processes = communication.get_group_size()
     if processes != dims.world_size:
         raise ValueError(f"the layout has {dims.world_size} ranks, but the job has {processes} processes")
+    if device_target() == "CPU":
+        if not _meshes:
+            _meshes.append(_connected(communication.get_rank(), processes))
+        return _context(dims, communication.get_rank(), _meshes[0])
     _communicators.setdefault(tuple(range(processes)), communication.GlobalComm.WORLD_COMM_GROUP)
     return _context(dims, communication.get_rank())
 
 
-def _context(dims: ParallelDims, rank: int) -> ParallelContext:
+def _connected(rank: int, processes: int) -> Mesh:
+    """Connects this process with all others; MindSpore tells each where the others listen."""
+    host = _own_address(os.environ.get("MS_SCHED_HOST", "127.0.0.1"))
+    listener = listen(host)
+    token = os.urandom(TOKEN_BYTES)
+    address = f"{host} {listener.getsockname()[1]}".encode()
+    told = np.zeros(TOKEN_BYTES + _ADDRESS_BYTES, np.float32)
+    told[:TOKEN_BYTES] = list(token)
+    told[TOKEN_BYTES : TOKEN_BYTES + len(address)] = list(address)
+    gathered = ops.AllGather()(Tensor.from_numpy(told)).asnumpy().reshape(processes, -1).astype(np.uint8)
+    texts = [bytes(row[TOKEN_BYTES:]).rstrip(b"\0").decode().split() for row in gathered]
+    addresses = [(other, int(port)) for other, port in texts]
+    return connect(rank, addresses, listener, bytes(gathered[0, :TOKEN_BYTES]))
+
+
+def _own_address(scheduler: str) -> str:
+    """Returns the address by which this host is seen from the one that runs the scheduler."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((scheduler, 9))  # no packet is sent
+        return str(probe.getsockname()[0])
+
+
+def _context(dims: ParallelDims, rank: int, mesh: Mesh | None = None) -> ParallelContext:
     traffic = Traffic()
     place = dims.coordinates(rank)
 
     def group(name: str, ranks: Sequence[int]) -> Group:
-        return Group(name, ranks, rank, _communicator(tuple(ranks)), traffic)
+        communicator = "" if mesh is not None else _communicator(tuple(ranks))
+        return Group(name, ranks, rank, communicator, traffic, mesh)
 
     axes = {axis: group(axis, dims.ranks_of(axis, rank)) for axis in AXES}
     links = {stage: group("stages", ranks) for stage, ranks in _stage_links(dims, rank)}

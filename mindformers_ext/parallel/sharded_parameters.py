@@ -30,6 +30,10 @@ class ShardedParameters:
         """Takes over this process' rows of a parameter, without a copy."""
         self._parts[name] = rows
 
+    def stored(self, name: str) -> np.ndarray:
+        """Returns this process' rows of a parameter."""
+        return self._parts[name]
+
     @contextmanager
     def gathered(self, names: Mapping[str, Parameter]) -> Iterator[None]:
         """Joins some parameters and gives their memory back at the end; all processes of their groups take part."""

@@ -2,34 +2,42 @@
 
 from mindformers_ext.predict.completion import Completion
 from mindformers_ext.predict.finished import FinishedRecords
-from mindformers_ext.predict.isolation import BatchError, described_fault, fault_of
+from mindformers_ext.predict.isolation import FAULTS_OF_RECORDS, BatchError, described_fault, fault_of
 from mindformers_ext.predict.job import OutputJob, open_job
 from mindformers_ext.predict.output_files import check_output
-from mindformers_ext.predict.records import Record, RecordError, input_file, normalize_input
+from mindformers_ext.predict.records import Record, RecordError, normalize_input
 from mindformers_ext.predict.run import RunResult, run_generation
+from mindformers_ext.predict.sources import InputFiles, input_files, reads_stdin
 from mindformers_ext.predict.stop import JobStoppedError, StopSignals
 from mindformers_ext.predict.summary import RunSummary, Timings, format_summary
+from mindformers_ext.predict.templates import PromptTemplates, TemplateLimitError, read_templates
 from mindformers_ext.predict.tokenizer import Tokenizer
 
 __all__ = [
+    "FAULTS_OF_RECORDS",
     "BatchError",
     "Completion",
     "FinishedRecords",
+    "InputFiles",
     "JobStoppedError",
     "OutputJob",
+    "PromptTemplates",
     "Record",
     "RecordError",
     "RunResult",
     "RunSummary",
     "StopSignals",
+    "TemplateLimitError",
     "Timings",
     "Tokenizer",
     "check_output",
     "described_fault",
     "fault_of",
     "format_summary",
-    "input_file",
+    "input_files",
     "normalize_input",
     "open_job",
+    "read_templates",
+    "reads_stdin",
     "run_generation",
 ]

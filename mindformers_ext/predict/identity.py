@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindformers_ext.predict.manifest import file_hash
-from mindformers_ext.predict.records import input_file
+from mindformers_ext.predict.sources import input_files
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -29,15 +29,19 @@ def digest(value: Any) -> str:
 
 
 def input_identity(input_data: Any) -> dict[str, Any]:
-    """Returns what tells an input from every other: of a file the hash of all of it, but not its place.
+    """Returns what tells an input from every other: of files the hash of all of them, but not their places.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: a file cannot be read.
     """
-    path = input_file(input_data)
-    if path is None:
+    files = input_files(input_data)
+    if files is None:
         return {"data": digest(input_data)}
-    return {"file": os.path.basename(path), "bytes": os.path.getsize(path), "sha256": file_hash(Path(path))}
+    found = [
+        {"file": os.path.basename(path), "bytes": os.path.getsize(path), "sha256": file_hash(Path(path))}
+        for path in files.paths
+    ]
+    return found[0] if len(found) == 1 else {str(number): file for number, file in enumerate(found)}
 
 
 def tokenizer_identity(folder: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mindformers_ext.predict.records import input_file
+from mindformers_ext.predict.sources import input_files
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def check_output(
 
     Args:
         path: the output file.
-        input_data: as `normalize_input` takes it; when it names a file, the output must be another one.
+        input_data: as `normalize_input` takes it; the output must not be one of its files, nor match its patterns.
         protected: files, and folders with all that is in them, that the output must not be; by their names in messages.
 
     Raises:
@@ -56,7 +56,7 @@ def check_output(
     target = Path(os.path.abspath(path))
     if target.suffix.lower() not in OUTPUT_SUFFIXES or os.fspath(path).endswith(os.sep):
         raise ValueError(f"output {str(path)!r} must end in .jsonl, .json or .txt, or have no suffix")
-    source = input_file(input_data)
+    sources = input_files(input_data)
     for file in _written(target):
         if file.is_symlink():
             raise ValueError(f"output {str(file)!r} is a symbolic link; give the path of the file itself")
@@ -64,8 +64,8 @@ def check_output(
             raise ValueError(f"output {str(file)!r} is a directory; give a file name")
         if file.exists() and not file.is_file():
             raise ValueError(f"output {str(file)!r} is not a regular file")
-        if source is not None and file.exists() and os.path.samefile(file, source):
-            raise ValueError(f"output {str(file)!r} is the input file; give another name")
+        if sources is not None and sources.takes(file):
+            raise ValueError(f"output {str(file)!r} is the input file, or one that input_data matches; give another")
         for name, place in (protected or {}).items():
             _check_apart(file, name, Path(place))
     folder = next(parent for parent in target.parents if parent.exists())
@@ -112,7 +112,7 @@ def open_locked(path: Path) -> int:
         os.close(descriptor)  # another run came to its end between open and lock, and removed this file
 
 
-def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Puts what ``write`` writes in place of ``path``, at once and on disk; after an error ``path`` is as it was.
 
     Raises:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from tqdm import tqdm  # type: ignore[import-untyped]
-
 from mindformers_ext.predict.finished import FinishedRecords, record_hash
 from mindformers_ext.predict.isolation import Answerer, Decode, Job, sentence
+from mindformers_ext.predict.progress import Progress
 from mindformers_ext.predict.records import Record, RecordError
 from mindformers_ext.predict.rows import answer_row, error_row
 from mindformers_ext.predict.stop import JobStoppedError
@@ -84,8 +82,8 @@ def run_generation(
         vocab_size: ids the model has; a prompt with another id is an error. None for no limit.
         num_sequences: answers to each record.
         skip_special_tokens: leave special tokens out of the text.
-        progress: show a progress bar on stderr.
-        total: number of records if known, for the bar.
+        progress: show a progress bar on a terminal, else log lines.
+        total: number of records if known, for the time that is left.
         collect: keep the ids of every record for the result; False keeps none, so a run's memory has a bound.
         finished: records that are passed over, as long as their content is the same.
         num_errors: how many of those have an error; they count in `max_errors`.
@@ -108,7 +106,7 @@ def run_generation(
     window = Window(batch_size)
     prepared = prepare is None
     start = time.perf_counter()
-    with _progress_bar(progress, total) as bar:
+    with Progress(progress, total) as bar:
 
         def finish() -> None:
             nonlocal prepared
@@ -120,13 +118,13 @@ def run_generation(
                         prepared = True
                     answerer.answer(batch)
                 agree(emitter.emit(batch))
-                bar.update(len(batch))
+                bar.update(len(batch), emitter.summary)
 
         for record in records:
             content = record_hash(record) if writer is not None or finished is not None else 0
             if finished is not None and finished.has(record.index, content):
                 emitter.summary.num_resumed += 1
-                bar.update()
+                bar.update(1, emitter.summary)
                 continue
             window.add(_tokenize(record, content, tokenizer, max_new_tokens, max_length, vocab_size))
             if window.is_full:
@@ -135,11 +133,6 @@ def run_generation(
     emitter.summary.wall_seconds = time.perf_counter() - start
     emitter.outputs.sort(key=lambda output: output[0])
     return RunResult(emitter.outputs, emitter.summary)
-
-
-def _progress_bar(progress: bool, total: int | None) -> tqdm[Any]:
-    interval = 0.2 if sys.stderr.isatty() else 30.0  # a log file needs no animation
-    return tqdm(desc="predict", unit="record", total=total, disable=not progress, file=sys.stderr, mininterval=interval)
 
 
 def _tokenize(
@@ -151,7 +144,7 @@ def _tokenize(
     if record.prompt is None:
         return failed(record.error or RecordError("schema", "the record has no prompt"))
     try:
-        ids = tokenizer.encode(record.prompt)
+        ids = tokenizer.encode(record.prompt, record.add_special_tokens)
     except Exception as error:  # whatever one text does to the tokenizer must not end the run
         return failed(RecordError("tokenize", sentence(error)))
     if not ids:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ _CONFIG_FILE = "tokenizer_config.json"
 _SPECIAL_MAP_FILE = "special_tokens_map.json"
 # Files of other libraries' tokenizers, from which a tokenizer.json can be made.
 _FOREIGN_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "tiktoken.model")
+MAX_FILE_BYTES = 256 * 1024**2
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # The newer name first: it hides the older one.
 _EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
@@ -31,11 +33,13 @@ class Tokenizer:
 
         Args:
             backend: the pipeline; ids and texts are exactly what it gives.
-            named_tokens: content of "bos_token", "eos_token", "pad_token" ..., each in the vocabulary of `backend`.
+            named_tokens: content of "bos_token", "eos_token", "pad_token" ..., each in the vocabulary of `backend`;
+                kept as the attribute of that name.
         """
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
+        self.named_tokens = dict(named_tokens or {})
         self._named_ids = {name: backend.token_to_id(content) for name, content in (named_tokens or {}).items()}
         self._size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -56,8 +60,10 @@ class Tokenizer:
         path = folder / _TOKENIZER_FILE
         if not path.is_file():
             raise ValueError(_missing_tokenizer(folder))
+        _refuse_huge(path)
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            with _panics_as_errors():
+                backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for every kind of damage
             raise ValueError(f"{path}: not a usable tokenizer file: {error}") from error
         config = _read_config(folder)
@@ -84,10 +90,11 @@ class Tokenizer:
         with them already, as a chat template writes it, gets them once.
 
         Raises:
-            ValueError: the text is not valid Unicode (it holds half of a surrogate pair).
+            ValueError: the text is not valid Unicode (half of a surrogate pair), or the pipeline gives up on it.
         """
         try:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            with _panics_as_errors():
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError as error:
             if not isinstance(text, str):
                 raise
@@ -98,7 +105,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; ids without a token (padded rows of an embedding) give nothing."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with _panics_as_errors():
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def decode_new(self, prompt_ids: Sequence[int], new_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text that `new_ids` add to the prompt, with the space that a decoder drops at a text's start."""
@@ -131,6 +139,26 @@ class Tokenizer:
         return self._named_ids.get("pad_token")
 
 
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """Turns a panic of the library, such as that of a regular expression that finds no end, into a ValueError.
+
+    The library derives it from BaseException, so it would end a run for the sake of one record.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer gives up: {error}") from None
+
+
+def _refuse_huge(path: Path) -> None:
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has {size} bytes; a tokenizer's file has at most {MAX_FILE_BYTES}")
+
+
 def _missing_tokenizer(folder: Path) -> str:
     found = [name for name in _FOREIGN_FILES if (folder / name).is_file()]
     if not found:
@@ -152,6 +180,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
+    _refuse_huge(path)
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

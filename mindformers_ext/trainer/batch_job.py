@@ -91,7 +91,7 @@ class BatchJob:
             except JobStoppedError as stopped:
                 reason = stopped
         if errors := gather_errors(self._context, reason):
-            raise JobStoppedError(errors[0][2]) from reason
+            raise JobStoppedError(errors[0].message) from reason
 
     def step_check(self) -> Callable[[], None]:
         """Returns what the ranks that decode a batch together call before each of its forwards.
@@ -133,7 +133,7 @@ class BatchJob:
         except JobStoppedError as stopped:
             reason = stopped
         if errors := gather_errors(self._context, reason):
-            raise JobStoppedError(errors[0][2]) from reason
+            raise JobStoppedError(errors[0].message) from reason
         summary, outputs = self._from_first(summary, outputs)
         summary.num_resumed, summary.wall_seconds = result.summary.num_resumed, result.summary.wall_seconds
         return summary, result.outputs if outputs is None else outputs

@@ -60,6 +60,9 @@ _MODE_KEYS = ("do_sample", "num_beams", *SAMPLING_KEYS)
 _ALWAYS_SHOWN = ("do_sample", "num_beams")
 _SHOWN_IN_SAMPLING = ("temperature", "top_k", "top_p")
 
+# The origin of a seed that nobody gave.
+DRAWN_SEED = "drawn for this run"
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -76,6 +79,13 @@ class Resolved:
     def describe(self) -> str:
         """Returns one line for the log."""
         return ", ".join(f"{name} {getattr(self.config, name)} ({origin})" for name, origin in self.origins.items())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns value and origin of each option, for a file; plug-ins by their classes."""
+        return {
+            name: {"value": _plain(name, getattr(self.config, name)), "origin": origin}
+            for name, origin in self.origins.items()
+        }
 
 
 def resolve_generation(
@@ -141,6 +151,10 @@ def resolve_generation(
     check_token_ids(config, vocab_size)
     shown = {"max_new_tokens": "inference"} | dict.fromkeys(plugins, "argument") | origins
     return Resolved(config, {name: origin for name, origin in shown.items() if name in values})
+
+
+def _plain(name: str, value: Any) -> Any:
+    return [type(plugin).__name__ for plugin in value] if name in _PLUGINS else value
 
 
 def _options(section: GenerationSection) -> Iterator[str]:

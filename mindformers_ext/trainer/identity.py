@@ -11,10 +11,11 @@ from typing import Any
 from mindformers_ext.config import TrainConfig
 from mindformers_ext.config.schema import PredictSection
 from mindformers_ext.config.section import yaml_fields
+from mindformers_ext.predict import reads_stdin
 from mindformers_ext.predict.identity import digest, input_identity, tokenizer_identity
 
 # Keys of `predict` that change how a run goes on, but no row.
-RUN_KEYS = frozenset({"progress", "resume", "on_error", "max_errors"})
+RUN_KEYS = frozenset({"progress", "metrics_file", "resume", "on_error", "max_errors", "start_timeout", "step_timeout"})
 _PACKAGES = ("mindformers_ext", "mindspore", "numpy", "tokenizers")
 # Options of decoding that are free to change between two runs of a job: memory, and what has no effect.
 _FREE_OPTIONS = ("prefill_chunk_size", "cache_implementation", "max_cache_len")
@@ -27,6 +28,7 @@ def run_identity(
     drawn_seed: bool,
     input_data: Any,
     dataset_field: str,
+    templates: dict[str, Any],
     model_config: Any,
     weights: dict[str, str] | str,
     tokenizer_folder: Path | None,
@@ -39,15 +41,16 @@ def run_identity(
         drawn_seed: whether its seed was drawn for this run; it is no part of what the user asked for then.
         input_data: the input.
         dataset_field: field of the prompt.
+        templates: the texts that make prompts, see `PromptTemplates.identity`.
         model_config: of the model; None if it has none.
         weights: see `checkpoint.weights_digest`, or `unrepeatable`.
         tokenizer_folder: where the tokenizer was read from.
     """
     predict = {name: getattr(config.predict, name) for name in yaml_fields(PredictSection) if name not in RUN_KEYS}
     return {
-        "input": input_identity(input_data),
+        "input": unrepeatable("standard input") if reads_stdin(input_data) else input_identity(input_data),
         "generation": _options(decoding, drawn_seed),
-        "predict": predict | {"dataset_field": dataset_field},
+        "predict": predict | {"dataset_field": dataset_field} | templates,
         "model": _model(model_config),
         "weights": weights,
         "tokenizer": {} if tokenizer_folder is None else tokenizer_identity(tokenizer_folder),

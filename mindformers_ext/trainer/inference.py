@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,16 @@ from mindformers_ext.generate.configuration import DEFAULT_MAX_NEW_TOKENS
 from mindformers_ext.models import TransformerConfig
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import Completion, Record, RunResult, Tokenizer, run_generation
+from mindformers_ext.predict.metrics import Latencies
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.model import checkpoint_model_files, resolve_model_config
 from mindformers_ext.trainer.replicas import Decode, shared_decode
 
+Watch = Callable[[Sequence[int]], AbstractContextManager[None]]
+
 __all__ = [
     "Resolved",
+    "Watch",
     "build_inference_tokenizer",
     "configure_inference",
     "generate_batch",
@@ -113,7 +118,9 @@ def generate_from_records(
     config: GenerationConfig,
     stats: GenerationStats,
     context: ParallelContext | None = None,
+    watch: Watch | None = None,
     batch_size: int = 1,
+    latencies: Latencies | None = None,
     step_check: Callable[[], Callable[[], None]] | None = None,
     **options: Any,
 ) -> RunResult:
@@ -126,7 +133,9 @@ def generate_from_records(
         config: options of decoding.
         stats: is added to.
         context: the place of this process; None for a job of one.
+        watch: given the indices of a batch's records, returns what is around the answering of it.
         batch_size: prompts in one batch of a replica.
+        latencies: is added to.
         step_check: gives for each batch what is called before each of its forwards.
         **options: further arguments of `mindformers_ext.predict.run_generation`.
     """
@@ -140,10 +149,15 @@ def generate_from_records(
     if context is not None and context.world.size > 1:
         idle = partial(run_idle, model)
         decode = shared_decode(decode_here, context, config.num_return_sequences, idle)
+
+    def watched(prompts: list[list[int]], indices: list[int]) -> list[Completion]:
+        with watch(indices) if watch is not None else nullcontext():
+            return decode(prompts, indices)
+
     return run_generation(
         records,
         tokenizer,
-        decode,
+        watched if latencies is None else latencies.timed(watched),
         batch_size=batch_size * replicas,
         max_new_tokens=config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
         num_sequences=config.num_return_sequences,

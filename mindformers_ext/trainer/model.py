@@ -9,7 +9,7 @@ from typing import Any
 from mindformers_ext.checkpoint import load_weights, model_files_folder, read_model_json
 from mindformers_ext.config import TrainConfig
 from mindformers_ext.models import TransformerConfig, transformer_config
-from mindformers_ext.predict import Tokenizer
+from mindformers_ext.predict import PromptTemplates, Tokenizer, read_templates
 from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.mtp import without_mtp_layers
 
@@ -86,6 +86,18 @@ def training_tokenizer(config: TrainConfig) -> Tokenizer | None:
     return None if folder is None else Tokenizer.from_folder(folder)
 
 
+def prompt_templates(config: TrainConfig, tokenizer: Tokenizer) -> PromptTemplates:
+    """Reads the templates of ``predict``; those of the model lie beside its tokenizer.
+
+    Raises:
+        FileNotFoundError: a template's file does not exist.
+        ValueError: there is no such template, or it cannot be one.
+    """
+    section = config.predict
+    folder = checkpoint_model_files(config) if config.run_mode == "predict" else tokenizer_folder(config)
+    return read_templates(section.prompt_template, section.chat_template, folder, tokenizer.named_tokens)
+
+
 def protected_files(config: TrainConfig) -> dict[str, str]:
     """Returns what no output may overwrite, by the name of its key: the model's folder and the training data."""
     data = config.train_dataset.dataloader.path
@@ -97,8 +109,13 @@ def protected_files(config: TrainConfig) -> dict[str, str]:
     return {name: path for name, path in files.items() if path}
 
 
-def load_model_weights(model: Any, path: str | os.PathLike[str]) -> None:
+def load_model_weights(model: Any, path: str | os.PathLike[str], share: tuple[int, int] = (0, 1)) -> None:
     """Fills a model from a checkpoint; one that the caller made without ``weight_layout()`` is used as it is.
+
+    Args:
+        model: the model, or this process' part of it.
+        path: the checkpoint.
+        share: number of this process and of all that load, see `load_weights`.
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -106,6 +123,8 @@ def load_model_weights(model: Any, path: str | os.PathLike[str]) -> None:
     """
     if hasattr(model, "weight_layout"):
         regions = model.weight_regions() if hasattr(model, "weight_regions") else None
-        logger.info("weights: %s", load_weights(path, model.weight_layout(), model.set_weight, regions).summary())
+        logger.info(
+            "weights: %s", load_weights(path, model.weight_layout(), model.set_weight, regions, share).summary()
+        )
     else:
         logger.info("weights: the given model is used as it is, it has no weight_layout() to load them by")

@@ -6,20 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mindformers_ext.parallel.agreement import gather_errors
+from mindformers_ext.parallel.agreement import PeerLostError, RankError, gather_errors
 from mindformers_ext.parallel.groups import ParallelContext
-from mindformers_ext.predict import BatchError, Completion, JobStoppedError, described_fault
+from mindformers_ext.predict import FAULTS_OF_RECORDS, BatchError, Completion, JobStoppedError, described_fault
 from mindformers_ext.predict.schedule import balance
 
 Decode = Callable[[list[list[int]], list[int]], list[Completion]]
 
-_FAULTS = (RuntimeError, FloatingPointError, MemoryError, ValueError, JobStoppedError)
+_FAULTS = {fault.__name__ for fault in FAULTS_OF_RECORDS}
 
 
 def shared_decode(decode: Decode, context: ParallelContext, num_sequences: int, idle: Callable[[], None]) -> Decode:
     """Returns a function that answers a batch on all ranks together; every rank calls it and gets every answer.
 
-    What fails on one rank fails on all of them with the same error: `BatchError`, or `JobStoppedError`.
+    What fails on one rank fails on all of them: as `JobStoppedError` where a rank has to stop, as `BatchError` where
+    one of the records may be at fault, and otherwise as `PeerLostError`, which ends the run.
 
     Args:
         decode: answers prompts on the replica of this rank.
@@ -39,9 +40,9 @@ def shared_decode(decode: Decode, context: ParallelContext, num_sequences: int, 
                 found = decode([prompts[piece] for piece in mine], [indices[piece] for piece in mine])
             else:
                 idle()
-        except _FAULTS as raised:
+        except Exception as raised:
             error = raised
-        _raise_together(gather_errors(context, error), error)
+        _raise_together(gather_errors(context, error), error, context.rank, indices)
         if group.size == 1:
             return found
         return _in_order(group.all_gather_object([asdict(completion) for completion in found]), shares, num_sequences)
@@ -49,14 +50,22 @@ def shared_decode(decode: Decode, context: ParallelContext, num_sequences: int, 
     return answer
 
 
-def _raise_together(errors: Sequence[tuple[int, str, str]], error: Exception | None) -> None:
-    """Raises the error that all ranks agree on, if there is one: a stop comes before a fault, the lowest rank first."""
-    for _, kind, message in errors:
-        if kind == JobStoppedError.__name__:
-            raise JobStoppedError(message) from error
-    if errors:
-        _, kind, message = errors[0]
-        raise BatchError(described_fault(kind, message)) from error
+def _raise_together(errors: Sequence[RankError], error: Exception | None, rank: int, indices: Sequence[int]) -> None:
+    """Raises what makes all ranks do the same, if one failed: stop, try the batch again in halves, or end."""
+    for one in errors:
+        if JobStoppedError.__name__ in one.kinds:
+            raise JobStoppedError(one.message) from error
+    if not errors:
+        return
+    cause = errors[0]
+    if _FAULTS & set(cause.kinds):
+        raise BatchError(described_fault(cause.kinds[0], cause.message)) from error
+    if cause.rank == rank and error is not None:
+        raise error
+    records = ", ".join(str(index) for index in indices)
+    raise PeerLostError(
+        cause.rank, f"rank {cause.rank} failed: {cause.message} ({cause.kinds[0]}, with records {records})"
+    ) from error
 
 
 def _in_order(

@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspore import Parameter, nn
+from mindspore import nn
 
-from mindformers_ext.checkpoint import (
-    TrainingState,
-    save_checkpoint,
-    write_model_files,
-)
+from mindformers_ext.checkpoint import TrainingState
 from mindformers_ext.config import TrainConfig
-from mindformers_ext.models import TransformerConfig, hf_config
+from mindformers_ext.models import TransformerConfig
+from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import Tokenizer
 from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.callbacks import CallbackHandler, CheckpointCallback, TrainerCallback, build_callbacks
@@ -30,6 +27,7 @@ from mindformers_ext.trainer.dataset import TrainDataset
 from mindformers_ext.trainer.lr_scheduler import Schedule, build_schedule
 from mindformers_ext.trainer.model import load_model_weights, tokenizer_folder
 from mindformers_ext.trainer.optimizer import AdamW
+from mindformers_ext.trainer.saving import write_checkpoint, write_description
 from mindformers_ext.trainer.train_state import TrainerState
 
 
@@ -47,6 +45,7 @@ class TrainingRun:
 def build_training_run(
     config: TrainConfig,
     model: nn.Cell,
+    context: ParallelContext,
     tokenizer: Tokenizer | None,
     has_weights: bool,
     dataset: TrainDataset | None,
@@ -59,6 +58,7 @@ def build_training_run(
     Args:
         config: the whole configuration.
         model: gets its weights here.
+        context: the place of this process.
         tokenizer: for the dataset of the configuration.
         has_weights: the model has weights already and keeps them where there is nothing to load.
         dataset: or None for that of the configuration.
@@ -70,7 +70,7 @@ def build_training_run(
         ValueError: a mistake in the configuration, the data or the checkpoint.
         FileNotFoundError: a file of the configuration does not exist.
     """
-    check_saving(config, _described(model))
+    check_saving(config, described_by(model))
     data: dict[str, Any] = {}
     if dataset is None:
         dataset = build_configured_dataset(config, model.config, tokenizer)
@@ -90,7 +90,7 @@ def build_training_run(
         state = _resume(saved, optimizer, config.training.steps, data)
     handlers = build_callbacks([{"type": entry.type, **entry.extra} for entry in config.callbacks])
     if config.checkpoint.enable_save:
-        handlers.append(_checkpoint_callback(config, model, optimizer))
+        handlers.append(_checkpoint_callback(config, model, context, optimizer))
     handler = CallbackHandler(
         [*handlers, *callbacks], model=model, optimizer=optimizer, lr_scheduler=schedule, train_dataset=dataset
     )
@@ -119,38 +119,30 @@ def _resume(saved: TrainingState | None, optimizer: AdamW, steps: int, data: dic
     return state
 
 
-def _checkpoint_callback(config: TrainConfig, model: nn.Cell, optimizer: AdamW) -> CheckpointCallback:
+def _checkpoint_callback(
+    config: TrainConfig, model: nn.Cell, context: ParallelContext, optimizer: AdamW
+) -> CheckpointCallback:
     section = config.checkpoint
-    save_path, described = save_folder(config), _described(model)
+    save_path, described = save_folder(config), described_by(model)
     written: list[Path] = []
-    files_missing = described is not None
+    files_missing = True
 
     def save(state: TrainerState) -> None:
         nonlocal files_missing
-        folder = save_checkpoint(
-            save_path,
-            state.global_step,
-            {name: _array(parameter) for name, parameter in model.parameters_dict().items()},
-            None if section.no_save_optim else optimizer.state_dict(),
-            state.to_common(),
-            prefix=section.prefix,
-            save_max=section.save_max,
-            written=written,
+        state_of = None if section.no_save_optim else optimizer
+        folder = write_checkpoint(
+            model, context, save_path, state.global_step, state.to_common(), section, state_of, written
         )
         # After the checkpoint, so that an interrupted first save leaves no description without weights.
-        if files_missing and described is not None:
-            write_model_files(save_path, hf_config(described), tokenizer_folder(config))
+        if files_missing:
+            write_description(context, save_path, described, tokenizer_folder(config))
             files_missing = False
         logger.info("saved %s", folder)
 
     return CheckpointCallback(save, section.save_interleaved_steps)
 
 
-def _described(model: nn.Cell) -> TransformerConfig | None:
-    """What config.json says about the model; None for one of another kind, which is saved without."""
+def described_by(model: nn.Cell) -> TransformerConfig | None:
+    """Returns what config.json says about a model; None for one of another kind, which is saved without."""
     config = getattr(model, "config", None)
     return config if isinstance(config, TransformerConfig) else None
-
-
-def _array(parameter: Parameter) -> Any:
-    return parameter.asnumpy()

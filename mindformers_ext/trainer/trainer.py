@@ -3,55 +3,57 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
-from numbers import Integral
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal
 
 from mindspore import nn
 
-from mindformers_ext.checkpoint import check_weights, weights_digest
-from mindformers_ext.config import InferenceSection, TrainConfig, load_config
-from mindformers_ext.generate import GenerationConfig, GenerationStats
+from mindformers_ext.checkpoint import check_no_other_run, check_weights, saved_step
+from mindformers_ext.config import TrainConfig, load_config
+from mindformers_ext.generate import GenerationStats
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
-from mindformers_ext.parallel.agreement import require_same
+from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
-from mindformers_ext.predict import (
-    JobStoppedError,
-    Record,
-    RunSummary,
-    Timings,
-    Tokenizer,
-    check_output,
-    format_summary,
-    normalize_input,
-)
+from mindformers_ext.predict import RunSummary, Tokenizer
+from mindformers_ext.predict.metrics import Latencies
+from mindformers_ext.predict.progress import estimate_total
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
 from mindformers_ext.trainer.batch_job import BatchJob, open_batch_job
 from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import build_causal_lm
-from mindformers_ext.trainer.fingerprint import fingerprint, input_fingerprint
-from mindformers_ext.trainer.identity import run_identity, unrepeatable
+from mindformers_ext.trainer.checks import save_folder
+from mindformers_ext.trainer.fingerprint import fingerprint
 from mindformers_ext.trainer.inference import (
-    Resolved,
+    Watch,
     build_inference_tokenizer,
     configure_inference,
     generate_from_records,
-    resolve_generation,
     without_unnamed_tokens,
 )
 from mindformers_ext.trainer.model import (
     checkpoint_model_files,
     load_model_weights,
-    protected_files,
     resolve_model_config,
     tokenizer_folder,
     training_tokenizer,
 )
-from mindformers_ext.trainer.setup import TrainingRun, build_training_run
+from mindformers_ext.trainer.report import RunMeter, report_run
+from mindformers_ext.trainer.request import (
+    PredictionRequest,
+    check_files,
+    inference_options,
+    read_request,
+    request_identity,
+    require_same_request,
+)
+from mindformers_ext.trainer.saving import write_checkpoint, write_description
+from mindformers_ext.trainer.setup import TrainingRun, build_training_run, described_by
 from mindformers_ext.trainer.train_state import TrainerState
 from mindformers_ext.trainer.training import LossFunction, train_loop
+from mindformers_ext.trainer.watchdog import Watchdog
 
 
 class Trainer:
@@ -98,12 +100,7 @@ class Trainer:
         setup_logging()
         if eval_dataset is not None:
             raise NotImplementedError("eval_dataset is not supported yet; call inference() on a file of prompts")
-        given = {
-            "model": model,
-            "train_dataset": train_dataset,
-            "optimizer": optimizer,
-            "lr_scheduler": lr_scheduler,
-        }
+        given = {"model": model, "train_dataset": train_dataset, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
         self.config = _load(config, run_mode, {name for name, value in given.items() if value is not None})
         self.is_inference = self.config.run_mode == "predict"
         self.last_summary = RunSummary()
@@ -112,27 +109,29 @@ class Trainer:
 
         dims = ParallelDims.from_config(self.config.parallelism, world_size())
         self._weights_loaded, self._own_model = False, model is not None
+        self._saved_to: set[Path] = set()
         training = self.config.training
         self.tokenizer: Tokenizer | None
         if self.is_inference:
             self.tokenizer = build_inference_tokenizer(self.config)
-            _check_files(self.config)
+            check_files(self.config, self.tokenizer)
         else:
             self.tokenizer = training_tokenizer(self.config)
         model_config = None
         if model is None:
             model_config = (configure_inference if self.is_inference else resolve_model_config)(self.config)
-            if self.is_inference:
-                check_weights(self.config.checkpoint.load_path, weight_layout(model_config))
         setup_runtime(seed=training.seed, deterministic=training.deterministic)
-        self._context = _joined_job(dims, self.config)
-        self.model = self._apply_parallelism(model, model_config)
+        self._watchdog = Watchdog(rank(), dims.world_size)
+        with self._watchdog.phase("joining the job and building the model", *self._limit("start_timeout")):
+            self._context = _joined_job(dims, self.config, model_config)
+            self.model = self._apply_parallelism(model, model_config)
         self.state = TrainerState(max_steps=training.steps)
         self._run: TrainingRun | None = None
         if not self.is_inference:
             self._run = build_training_run(
                 self.config,
                 self.model,
+                self._context,
                 self.tokenizer,
                 given["model"] is not None,
                 train_dataset,
@@ -184,8 +183,9 @@ class Trainer:
         are finished. A run that was stopped goes on from its journal, and a complete output is left as it is.
 
         Args:
-            input_data: a prompt, a file (``.jsonl``, ``.json``, or text with a prompt a line), a dict, a list of dicts
-                or of strings; None takes ``inference.input_data``.
+            input_data: a prompt, a file (``.jsonl``, ``.json``, or text with a prompt a line), several as
+                ``{"files": [...]}``, ``-`` for standard input, a dict, a list of dicts or of strings; None takes
+                ``inference.input_data``.
             max_new_tokens: None takes ``inference.max_new_tokens``.
             output: ``.jsonl``, ``.json``, ``.txt`` or a name without suffix; None takes ``inference.output``; an empty
                 string, or None without an ``inference`` section, writes no file.
@@ -207,116 +207,151 @@ class Trainer:
             TypeError: an argument of a type that cannot be meant.
             FileNotFoundError: the input looks like a path and does not exist.
         """
-        options = _inference_options(self.config, input_data, max_new_tokens, output, batch_size)
-        field = self.config.predict.dataset_field if dataset_field is None else dataset_field
-        if options.output:
-            check_output(options.output, options.input_data, protected_files(self.config))
-        records = normalize_input(options.input_data, field)
         if self.tokenizer is None:
             raise ValueError("inference() needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
         self._validate_pp_inference()
-        vocab_size = getattr(self._model_config, "vocab_size", self.tokenizer.vocab_size)
-        resolved = self._resolve_decoding(options, vocab_size, generation)
-        logger.info("decoding: %s", resolved.describe())
-        self._require_same_run(options, field, resolved.describe())
-        drawn = resolved.seed_is_drawn
+        request = read_request(
+            self.config,
+            self.tokenizer,
+            self._model_config,
+            self._context,
+            inference_options(self.config, input_data, max_new_tokens, output, batch_size),
+            dataset_field,
+            generation,
+        )
+        logger.info("decoding: %s", request.decoding.describe())
+        with self._starting("comparing the settings of all ranks"):
+            require_same_request(self._context, request)
+        drawn = request.decoding.seed_is_drawn
         job = open_batch_job(
             self._context,
-            options.output,
-            lambda: self._identity(options, field, resolved),
-            {"seed": resolved.config.seed} if drawn else {},
+            request.options.output,
+            lambda: request_identity(self.config, request, has_own_weights=self._own_model or not self.is_inference),
+            {"seed": request.decoding.config.seed} if drawn else {},
             self.config.predict.resume if resume is None else resume,
             repeatable=not drawn,
             needs_ids=collect,
         )
-        decoding = resolved.config.updated(seed=job.facts["seed"]) if drawn else resolved.config
-        if job.num_finished and drawn:
-            logger.info("seed of sampling: %d, that of the run before", decoding.seed)
-        if self.config.predict.suppress_unnamed_tokens:
-            decoding = without_unnamed_tokens(decoding, self.tokenizer, vocab_size)
         with job:
             if job.is_complete:
                 self.last_summary, outputs = job.stored(collect)
-                logger.info("%s is complete, nothing is left to do", options.output)
+                logger.info("%s is complete, nothing is left to do", request.options.output)
                 return outputs
-            return self._answer(job, records, decoding, options, vocab_size, collect)
+            return self._answer(job, request, collect)
 
-    def _answer(
-        self,
-        job: BatchJob,
-        records: Iterable[Record],
-        decoding: GenerationConfig,
-        options: InferenceSection,
-        vocab_size: int,
-        collect: bool,
-    ) -> list[tuple[int, list[int]]]:
+    def _answer(self, job: BatchJob, request: PredictionRequest, collect: bool) -> list[tuple[int, list[int]]]:
         """Answers what is left of the records and publishes the output; see `inference`."""
         assert self.tokenizer is not None
-        predict = self.config.predict
-        stats = GenerationStats()
-        try:
-            result = generate_from_records(
-                self.model,
-                self.tokenizer,
-                records,
-                decoding,
-                stats,
-                writer=job.writer,
-                context=self._context,
-                batch_size=options.batch_size,
-                step_check=job.step_check,
-                max_length=getattr(self._model_config, "seq_length", None),
-                vocab_size=vocab_size,
-                skip_special_tokens=predict.skip_special_tokens,
-                progress=predict.progress and rank() == 0,
-                collect=collect,
-                finished=job.finished,
-                num_errors=job.num_errors,
-                on_error=predict.on_error,
-                max_errors=predict.max_errors,
-                prepare=self._load_inference_checkpoint,
-                agree=job.agree,
-            )
-        except ConnectionError as error:
-            raise JobStoppedError(str(error)) from error
+        predict, options = self.config.predict, request.options
+        decoding = request.decoding.config
+        if request.decoding.seed_is_drawn:
+            decoding = decoding.updated(seed=job.facts["seed"])
+            if job.num_finished:
+                logger.info("seed of sampling: %d, that of the run before", decoding.seed)
+        if predict.suppress_unnamed_tokens:
+            decoding = without_unnamed_tokens(decoding, self.tokenizer, request.vocab_size)
+        stats, latencies = GenerationStats(), Latencies()
+        meter = RunMeter(self.model, self._context)
+        result = generate_from_records(
+            self.model,
+            self.tokenizer,
+            request.records,
+            decoding,
+            stats,
+            writer=job.writer,
+            context=self._context,
+            watch=self._watched(stats),
+            batch_size=options.batch_size,
+            latencies=latencies,
+            total=estimate_total(options.input_data) if rank() == 0 else None,
+            step_check=job.step_check,
+            max_length=getattr(self._model_config, "seq_length", None),
+            vocab_size=request.vocab_size,
+            skip_special_tokens=predict.skip_special_tokens,
+            progress=predict.progress and rank() == 0,
+            collect=collect,
+            finished=job.finished,
+            num_errors=job.num_errors,
+            on_error=predict.on_error,
+            max_errors=predict.max_errors,
+            prepare=self._load_inference_checkpoint,
+            agree=job.agree,
+        )
         self.last_summary, outputs = job.publish(result, collect)
         self.last_summary.seed = decoding.seed
-        for line in format_summary(self.last_summary, Timings(**asdict(stats))):
-            logger.info(line)
-        if options.output:
-            logger.info("results: %s", options.output)
+        report_run(
+            self.last_summary,
+            result.summary.new_tokens,
+            meter.reports(stats),
+            latencies,
+            {"decoding": request.decoding.as_dict(), "batch_size": options.batch_size, "layout": meter.layout()},
+            options.output if rank() == 0 else "",
+            metrics_file=predict.metrics_file,
+        )
         return outputs
 
     @property
     def _model_config(self) -> Any:
         return getattr(self.model, "config", None)
 
-    def _resolve_decoding(self, options: InferenceSection, vocab_size: int, arguments: Mapping[str, Any]) -> Resolved:
-        assert self.tokenizer is not None
-        folder = checkpoint_model_files(self.config) if self.config.checkpoint.load_path else None
-        resolved = resolve_generation(
-            self.config.generation, options.max_new_tokens, self.tokenizer, folder, vocab_size, arguments
-        )
-        if not resolved.seed_is_drawn:
-            return resolved
-        # Ranks that draw for themselves would choose different tokens.
-        seed = self._context.world.all_gather_object(resolved.config.seed)[0]
-        return replace(resolved, config=resolved.config.updated(seed=seed))
+    def _limit(self, key: str) -> tuple[float, str]:
+        """A limit of the watchdog, and its name; training is not watched."""
+        return getattr(self.config.predict, key) if self.is_inference else 0.0, f"predict.{key}"
 
-    def _identity(self, options: InferenceSection, field: str, resolved: Resolved) -> dict[str, Any]:
-        """What the rows of a run depend on. Weights that no file has are like no others."""
-        stored = self.is_inference and not self._own_model
-        weights = weights_digest(self.config.checkpoint.load_path) if stored else unrepeatable("weights in memory")
-        return run_identity(
-            self.config,
-            resolved.config,
-            resolved.seed_is_drawn,
-            options.input_data,
-            field,
-            self._model_config,
-            weights,
-            tokenizer_folder(self.config),
-        )
+    def _starting(self, name: str) -> AbstractContextManager[None]:
+        """Watches a step before the first batch."""
+        world = self._context.world
+        return self._watchdog.phase(name, *self._limit("start_timeout"), waiting_for=lambda: world.waiting_for)
+
+    def _watched(self, stats: GenerationStats) -> Watch:
+        """Returns what watches the answering of a batch of these records, the first one with more patience."""
+
+        def watch(records: Sequence[int]) -> AbstractContextManager[None]:
+            world, self._watchdog.records = self._context.world, records
+            return self._watchdog.phase(
+                "answering",
+                *self._limit("step_timeout" if stats.steps else "start_timeout"),
+                progress=lambda: (stats.steps, world.traffic.finished),
+                waiting_for=lambda: world.waiting_for,
+            )
+
+        return watch
+
+    def save_checkpoint(self, save_path: str | os.PathLike[str] | None = None) -> Path:
+        """Saves the weights of the moment, and in training the optimizer's state, in the layout of this job.
+
+        Every process of the job calls it and writes what it holds; the folder loads in any layout, on any number of
+        processes. ``config.json`` and the tokenizer go beside it. A predicting Trainer saves under the step of the
+        checkpoint that it has loaded, 0 if that has none.
+
+        Args:
+            save_path: root folder, which all processes share; None takes ``checkpoint.save_path``.
+
+        Returns:
+            The iteration folder.
+
+        Raises:
+            ValueError: the folder holds checkpoints of another run.
+            OSError: a process cannot write; raised on all of them.
+        """
+        section = self.config.checkpoint
+        root = save_folder(self.config) if save_path is None else Path(save_path)
+        self._load_inference_checkpoint()
+        own_root = self._run is not None and section.enable_save and root == save_folder(self.config)
+        with failing_together(self._context):
+            if root not in self._saved_to and not own_root:
+                check_no_other_run(root, None)
+            step, common = self.state.global_step, self.state.to_common()
+            tokenizer = tokenizer_folder(self.config)
+            if self.is_inference:
+                step, tokenizer = saved_step(section.load_path), checkpoint_model_files(self.config)
+                common = {"global_step": step}
+        optimizer = None if self._run is None or section.no_save_optim else self._run.optimizer
+        folder = write_checkpoint(self.model, self._context, root, step, common, section, optimizer)
+        write_description(self._context, root, described_by(self.model), tokenizer)
+        self._saved_to.add(root)
+        logger.info("saved %s", folder)
+        return folder
 
     def _apply_parallelism(self, model: nn.Cell | None, model_config: TransformerConfig | None) -> nn.Cell:
         """Spreads the model over the job's processes, the same way for training and prediction.
@@ -342,22 +377,6 @@ class Trainer:
             layers_per_stage=parallelism.pipeline_parallel_layers_per_stage,
         )
 
-    def _require_same_run(self, options: InferenceSection, field: str, decoding: str) -> None:
-        """Refuses to start where ranks would read, batch or decode differently.
-
-        Raises:
-            ValueError: names what differs, with the ranks.
-        """
-        if self._context.dims.world_size == 1:
-            return
-        compared = {
-            "batch_size": options.batch_size,
-            "the input": input_fingerprint(options.input_data),
-            "dataset_field": field,
-            "the options of decoding": decoding,
-        }
-        require_same(self._context, compared)
-
     def _validate_pp_inference(self) -> None:
         """Refuses pipeline options that have no meaning without a backward pass.
 
@@ -379,15 +398,21 @@ class Trainer:
         """Fills the model from ``checkpoint.load_path``, once."""
         if self._weights_loaded:
             return
-        load_model_weights(self.model, self.config.checkpoint.load_path)
+        with self._starting("loading the checkpoint"), failing_together(self._context):
+            world = self._context.world
+            load_model_weights(self.model, self.config.checkpoint.load_path, (world.rank, world.size))
         self._weights_loaded = True
 
 
-def _joined_job(dims: ParallelDims, config: TrainConfig) -> ParallelContext:
-    """Joins the job, and refuses ranks with different configurations."""
+def _joined_job(dims: ParallelDims, config: TrainConfig, model_config: TransformerConfig | None) -> ParallelContext:
+    """Joins the job, and refuses ranks with different configurations and a checkpoint that does not fit."""
     context = init_parallel(dims)
     if dims.world_size > 1:
         require_same(context, {"the configuration": fingerprint(config.to_dict())})
+    if config.run_mode == "predict" and model_config is not None:
+        with failing_together(context):
+            if context.rank == 0:  # reads the headers for all
+                check_weights(config.checkpoint.load_path, weight_layout(model_config))
     return context
 
 
@@ -399,36 +424,3 @@ def _load(
     if run_mode is not None and run_mode != config.run_mode:
         return load_config(config.to_dict(), {"run_mode": run_mode}, provided=provided)
     return config
-
-
-def _inference_options(
-    config: TrainConfig,
-    input_data: Any,
-    max_new_tokens: int | None,
-    output: str | os.PathLike[str] | None,
-    batch_size: int | None,
-) -> InferenceSection:
-    section = config.inference or InferenceSection(output="")
-    if output is not None and not isinstance(output, str | os.PathLike):
-        raise TypeError(f"output must be a path, not {type(output).__name__}")
-    return InferenceSection(
-        max_new_tokens=section.max_new_tokens if max_new_tokens is None else _count("max_new_tokens", max_new_tokens),
-        batch_size=section.batch_size if batch_size is None else _count("batch_size", batch_size),
-        output=section.output if output is None else os.fsdecode(output),
-        input_data=section.input_data if input_data is None else input_data,
-    )
-
-
-def _count(name: str, value: Any) -> int:
-    # numpy's integers are registered as Integral
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, not {value!r}")
-    return int(value)
-
-
-def _check_files(config: TrainConfig) -> None:
-    """Finds mistakes in paths before the model is built."""
-    section = config.inference or InferenceSection()
-    check_output(section.output, section.input_data, protected_files(config))
-    if section.input_data is not None:
-        normalize_input(section.input_data)

@@ -12,7 +12,8 @@ from mindformers_ext.config import TrainConfig
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.models.rope import inverse_frequencies
 from mindformers_ext.parallel import ParallelDims
-from mindformers_ext.predict import Tokenizer, check_output, normalize_input
+from mindformers_ext.predict import Tokenizer, normalize_input, reads_stdin
+from mindformers_ext.predict.metrics import check_outputs
 from mindformers_ext.runtime import world_size
 from mindformers_ext.trainer.checks import (
     build_configured_dataset,
@@ -23,6 +24,7 @@ from mindformers_ext.trainer.checks import (
 )
 from mindformers_ext.trainer.model import (
     checkpoint_model_files,
+    prompt_templates,
     protected_files,
     resolve_model_config,
     training_tokenizer,
@@ -55,7 +57,8 @@ def validate(config: TrainConfig) -> None:
         _report_tokenizer(tokenizer, model)
     values = _report_weights(config, model)
     if predict:
-        _report_prediction(config, model, values)
+        assert tokenizer is not None
+        _report_prediction(config, model, values, tokenizer)
     else:
         _report_training(config, model, values, tokenizer)
     print("valid")
@@ -86,16 +89,19 @@ def _report_weights(config: TrainConfig, model: TransformerConfig) -> int:
     return values
 
 
-def _report_prediction(config: TrainConfig, model: TransformerConfig, values: int) -> None:
+def _report_prediction(config: TrainConfig, model: TransformerConfig, values: int, tokenizer: Tokenizer) -> None:
     section = config.inference
     assert section is not None  # the loader requires it
-    check_output(section.output, section.input_data, protected_files(config))
+    check_outputs(section.output, section.input_data, protected_files(config), config.predict.metrics_file)
     stored, path = read_stored(checkpoint_model_files(config))
     for name in SPECIAL_KEYS:
         stored_ids(name, stored, path)
-    if section.input_data is not None:
+    make_prompt = prompt_templates(config, tokenizer).prompt_maker(config.predict.dataset_field)
+    if reads_stdin(section.input_data):
+        print("input: standard input, which is not read here")
+    elif section.input_data is not None:
         records = errors = 0
-        for record in normalize_input(section.input_data, config.predict.dataset_field):
+        for record in normalize_input(section.input_data, config.predict.dataset_field, make_prompt):
             records += 1
             errors += record.error is not None
         print(f"input: {records} records, {errors} of them without a usable prompt")

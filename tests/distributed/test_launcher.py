@@ -1,6 +1,9 @@
-"""The launcher with the real msrun: what two workers return is what the job returns."""
+"""The launcher with the real msrun: what the workers return is what the job returns, on one node and on two."""
 
+import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,9 @@ import pytest
 
 pytestmark = pytest.mark.distributed
 
-LAUNCHER = Path(__file__).parents[2] / "scripts" / "msrun_launcher.sh"
+ROOT = Path(__file__).parents[2]
+LAUNCHER = ROOT / "scripts" / "msrun_launcher.sh"
+FAULTS = Path(__file__).parent / "jobs" / "fault_job.py"
 
 JOB = """
 import os, sys
@@ -43,3 +48,56 @@ def test_a_worker_that_dies_before_joining_ends_the_job_instead_of_the_cluster_t
     assert done.returncode == 1
     assert "worker 1 failed with exit code 1" in done.stderr
     assert "no such file" in done.stderr
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def launch_nodes(folder, command, workers_per_node):
+    """Two launchers on this host, each in a folder of its own; returns what both printed, with their exit codes."""
+    port, nodes = free_port(), []
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for node in range(2):
+        numbers = [str(2 * workers_per_node), str(workers_per_node), "127.0.0.1", port, str(node)]
+        words = ["bash", str(LAUNCHER), command, *numbers, "logs", "True", "120"]
+        where = folder / f"node{node}"
+        where.mkdir(exist_ok=True)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        nodes.append(subprocess.Popen(words, cwd=where, env=env, **pipes))
+    return [(node.communicate(timeout=250), node.returncode) for node in nodes]
+
+
+def test_two_nodes_answer_with_the_yaml_of_the_documentation_as_one_process_does(tmp_path):
+    page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+    product = page.split("### Products")[1].split("```yaml\n")[1].split("```")[0]
+    for folder in (tmp_path / "node0", tmp_path / "node1"):
+        (folder / "path" / "to").mkdir(parents=True)
+        (folder / "path" / "to" / "model").symlink_to(ROOT / "tests" / "data" / "checkpoints" / "qwen3")
+        (folder / "predict.yaml").write_text(product)
+    arguments = (
+        '--config predict.yaml --predict_data "two  words \\"quoted\\" $HOME" second --inference.max_new_tokens 5'
+    )
+    results = launch_nodes(tmp_path, f"python {ROOT / 'run_mindformer.py'} {arguments}", 2)
+    assert [code for _, code in results] == [0, 0], results
+    rows = [json.loads(line) for line in (tmp_path / "node0" / "result.jsonl").read_text().splitlines()]
+    assert [row["instruction"] for row in rows] == ['two  words "quoted" $HOME', "second"]
+    assert not (tmp_path / "node1" / "result.jsonl").exists()
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = re.sub("tensor_parallel: 2|pipeline_parallel: 2", lambda match: match[0][:-1] + "1", product)
+    (tmp_path / "node1" / "predict.yaml").write_text(words)
+    prompts = ["--predict_data", 'two  words "quoted" $HOME', "second"]
+    command = [sys.executable, str(ROOT / "run_mindformer.py"), "--config", "predict.yaml", *prompts]
+    command += ["--inference.max_new_tokens", "5"]
+    subprocess.run(command, cwd=tmp_path / "node1", env=env, check=True, capture_output=True, timeout=200)
+    assert (tmp_path / "node1" / "result.jsonl").read_text() == (tmp_path / "node0" / "result.jsonl").read_text()
+
+
+def test_a_node_whose_worker_is_killed_ends_both_nodes(tmp_path):
+    first, second = launch_nodes(tmp_path, f"python {FAULTS} {tmp_path} kill", 1)
+    assert (first[1], second[1]) == (5, 137), (first, second)
+    assert "worker 1 failed with exit code 137, ended by SIGKILL" in second[0][1]
+    assert "worker 0 failed because another one did" in first[0][1]
+    assert "rank 1 has ended, and this rank cannot go on without it" in first[0][1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Callable
@@ -385,16 +384,13 @@ def test_files_of_two_saves_in_one_iteration_are_refused(root: Path) -> None:
     refuse(root, "files of several saves", toy.rank_file(), toy.rank_file(prefix="other-"))
 
 
-def test_parameters_split_over_ranks_are_refused_for_now(root: Path) -> None:
+def test_parameters_in_parts_are_refused_without_the_file_that_says_where_parts_belong(root: Path) -> None:
     folder = root / "iteration_00000003"
     (folder / toy.rank_file()).unlink()
-    (folder / "metadata.json").write_text(json.dumps({"state_dict_metadata": {}, "storage_data": {}}))
     for rank in range(2):
         halves = {name: np.array_split(array, 2)[rank] for name, array in PARAMETERS.items()}
         (folder / toy.rank_file(rank=rank, total=2)).write_bytes(toy.file_bytes(halves))
-    refuse(
-        root, "saved on 2 ranks, which is not supported yet", "embedding.word_embeddings.weight", toy.rank_file(total=2)
-    )
+    refuse(root, "in parts, and no metadata.json", "embedding.word_embeddings.weight", toy.rank_file(total=2))
 
 
 @pytest.mark.parametrize("place", [".", "iteration_00000003"])

@@ -166,7 +166,7 @@ def test_what_has_no_effect_is_named_with_the_reason_in_training(data: Path):
     }
     assert load_config(data / "train.yaml", written).warnings == [
         "no effect: checkpoint.async_save (checkpoints are written before the next step)",
-        "no effect: checkpoint.load_worker_number (one process reads and writes whole checkpoints)",
+        "no effect: checkpoint.load_worker_number (every process reads its own part of a checkpoint)",
         "no effect: train_dataset.drop_remainder (an epoch's last blocks are followed by the next epoch's first)",
         "no effect: train_dataset.num_parallel_workers, train_dataset.dataloader.column_names "
         "(the data is read and packed before the first step)",

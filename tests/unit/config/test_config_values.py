@@ -102,7 +102,7 @@ def test_a_wrong_value_names_key_expected_type_and_value(text, message, refuse):
         (
             "predict: {qqq: 1}",
             "predict.qqq",
-            "known here: task, dataset_field, skip_special_tokens, suppress_unnamed_tokens, progress, resume",
+            "known here: task, dataset_field, skip_special_tokens, suppress_unnamed_tokens, progress, metrics_file",
         ),
         ("qqq: 1", "qqq", "keys of your own start with x-"),
         ("training: {1: 2}", "training[1]", "the key 1 must be text"),

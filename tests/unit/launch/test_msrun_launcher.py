@@ -167,6 +167,42 @@ def test_a_worker_ended_by_a_signal_gives_the_code_of_a_shell(launch, script):
     assert "worker 1 failed with exit code 137" in done.stderr
 
 
+def test_a_worker_that_failed_because_of_another_is_not_taken_for_the_cause(launch, script):
+    path = script(
+        "import os, sys\n"
+        "rank = int(os.environ['RANK_ID'])\n"
+        "print(f'error: rank 1 failed: bad, says {rank}', file=sys.stderr)\n"
+        "sys.exit(5 if rank != 1 else 9)"
+    )
+    result = launch(f"python {path}", "3")
+    assert result.returncode == 9
+    assert "worker 1 failed with exit code 9" in result.stderr and "worker 0 failed" not in result.stderr
+
+
+def test_a_worker_that_was_left_alone_ends_with_5_and_the_log_of_the_cause_is_shown(launch, script):
+    path = script(
+        "import os, sys\n"
+        "rank = int(os.environ['RANK_ID'])\n"
+        "print('the disk is gone' if rank == 1 else 'error: rank 1 failed: gone', file=sys.stderr, flush=True)\n"
+        "sys.exit(0 if rank == 1 else 5)"
+    )
+    result = launch(f"python {path}", "2")
+    assert result.returncode == 5
+    assert "worker 0 failed because another one did" in result.stderr
+    assert "worker 1 was the one that failed" in result.stderr and "the disk is gone" in result.stderr
+
+
+def test_a_log_folder_that_cannot_be_used_is_refused(launch, script, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker_0.log").mkdir()  # nobody, not even root, can write to it
+    script("")
+    result = launch("job.py", "2", "auto", "logs", "True", "60")
+    assert result.returncode == 1 and "error: LOG_DIR 'logs' is not writable" in result.stderr
+    (tmp_path / "file").write_text("")
+    result = launch("job.py", "2", "auto", "file/logs", "True", "60")
+    assert result.returncode == 1 and "LOG_DIR 'file/logs' cannot be made" in result.stderr
+
+
 def test_error_records_on_one_worker_end_the_job_with_3_and_leave_the_others_alone(launch, script):
     name = script("import os, sys; print('done'); sys.exit(3 if os.environ['RANK_ID'] == '1' else 0)")
     done = launch(name, "2")

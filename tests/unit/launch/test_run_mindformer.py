@@ -274,3 +274,38 @@ def test_register_path_imports_a_package_as_one(fake, tmp_path, monkeypatch):
     assert run("--config", "predict.yaml", "--register_path", str(folder)) == 0
     assert sys.modules.pop("launch_test_package").VALUE == 5
     sys.modules.pop("launch_test_package.inner")
+
+
+LEAVING = """
+import atexit, sys
+atexit.register(lambda: print("the slow way out"))
+from run_mindformer import leave
+def action():
+    print("done")
+    if sys.argv[1] == "raise":
+        raise KeyError("x")
+    return int(sys.argv[1])
+leave(action)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "workers", "code", "slow"),
+    [("0", "2", 0, True), ("3", "2", 3, True), ("1", "2", 1, False), ("raise", "2", 1, False), ("1", "1", 1, True)],
+)
+def test_only_a_process_that_failed_in_a_job_of_several_leaves_without_waiting_for_the_others(
+    argument, workers, code, slow
+):
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MS_WORKER_NUM": workers}
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING, argument], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code and done.stdout.startswith("done")
+    assert ("the slow way out" in done.stdout) == slow
+    assert ("KeyError: 'x'" in done.stderr) == (argument == "raise")
+
+
+def test_help_ends_without_a_traceback():
+    command = [sys.executable, str(ROOT / "run_mindformer.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "usage:" in done.stdout and not done.stderr

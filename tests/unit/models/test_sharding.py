@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from dataclasses import replace
 
 import pytest
 
@@ -69,5 +70,8 @@ def test_degrees_that_do_not_fit_are_refused_with_those_that_do():
         check_expert_parallel(config, 2)
     with pytest.raises(ValueError, match="expert_parallel 3 does not divide the 8 experts; possible are 1, 2, 4, 8$"):
         check_expert_parallel(config_of("qwen3_moe"), 3)
+    for size in (5, 8):
+        with pytest.raises(ValueError, match="the 12 heads of this qwen3; possible are 1, 2, 3, 4, 6, 12$"):
+            check_tensor_parallel(replace(config, num_attention_heads=12, num_query_groups=12), size)
     check_tensor_parallel(config, 4)
     check_expert_parallel(config_of("qwen3_moe"), 8)

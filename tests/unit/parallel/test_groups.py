@@ -1,5 +1,7 @@
 """Groups of one process, the order of their creation on many, counters, failures, and agreement."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from mindspore import Tensor
@@ -63,8 +65,7 @@ def test_a_failing_collective_names_itself_its_group_and_this_rank():
     with pytest.raises(ConnectionError) as raised:
         group.all_reduce(np.zeros(2, np.float32))
     assert str(raised.value) == (
-        "all_reduce in group 'tp' (ranks 0, 1, 2, 3, 4, 5, 6, 7, ...) failed on rank 3: a member has probably ended, "
-        "or makes another call (CollectiveWait failed)"
+        "all_reduce in group 'tp' (ranks 0, 1, 2, 3, 4, 5, 6, 7, ...) failed on rank 3: CollectiveWait failed"
     )
 
 
@@ -165,28 +166,43 @@ def test_differing_values_are_refused_with_the_ranks_that_have_them():
     )
 
 
-def test_all_ranks_raise_the_error_of_the_lowest_rank_that_failed():
+def told(values, rank):
+    """The context of rank ``rank`` in a job whose other ranks are played by the test."""
     context = groups.single()
-    reports = [None, ["OSError", "no disk"], ["ValueError", "bad"]]
+    return replace(context, rank=rank, groups=context.groups | {"world": Told(values, rank)})
+
+
+def report(rank, kinds, message, victim=False):
+    return {"rank": rank, "kinds": kinds, "message": message, "victim": victim}
+
+
+def test_all_ranks_raise_the_error_of_the_lowest_rank_that_failed():
+    reports = [None, report(1, ["OSError", "Exception"], "no disk"), report(2, ["ValueError"], "bad")]
     for rank, own in ((0, None), (2, ValueError("bad"))):
         with pytest.raises(PeerError, match="^rank 1 failed: no disk$") as raised:
-            first_error(context, own, Told(reports, rank))
+            first_error(told(reports, rank), own)
         assert (raised.value.rank, raised.value.kind) == (1, "OSError")
     mine = OSError("no disk")
     with pytest.raises(OSError, match="no disk") as raised:
-        first_error(context, mine, Told(reports, 1))
+        first_error(told(reports, 1), mine)
     assert raised.value is mine
-    first_error(context, None, Told([None] * 3, 1))
+    first_error(told([None] * 3, 1), None)
+
+
+def test_the_error_that_is_told_is_the_cause_and_not_that_of_a_lower_rank_which_waited_for_it():
+    victim = report(1, ["ValueError"], "bad", victim=True)
+    with pytest.raises(PeerError, match="^rank 1 failed: bad$"):
+        first_error(told([victim, report(1, ["ValueError"], "bad")], 0), PeerError(1, ["ValueError"], "bad"))
+    with pytest.raises(ValueError, match="^bad$"):
+        first_error(told([victim, None], 1), ValueError("bad"))
 
 
 def test_a_block_fails_together_or_not_at_all():
     context = groups.single()
     with failing_together(context):
         pass
-    with (
-        pytest.raises(PeerError, match="rank 0 failed: gone"),
-        failing_together(context, Told([["E", "gone"], None], 1)),
-    ):
+    gone = told([report(0, ["E"], "gone"), None], 1)
+    with pytest.raises(PeerError, match="rank 0 failed: gone"), failing_together(gone):
         pass
     with pytest.raises(KeyError), failing_together(context):
         raise KeyError("x")

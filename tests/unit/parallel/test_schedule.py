@@ -157,3 +157,31 @@ def test_layers_are_split_as_asked(layers, stages, setting, expected):
 def test_gaps_overlaps_and_unreadable_splits_are_refused(layers, stages, setting, message):
     with pytest.raises(ValueError, match=message):
         split_layers(layers, stages, setting)
+
+
+def idle_share(stages, micros):
+    """Idle share of the first stage in a forward: a micro-batch takes 1 / micros a stage, a transfer no time."""
+    position, clocks, ends = [0] * stages, [0.0] * stages, {}
+    orders = build_steps("forward", stages, micros)
+    while any(position[stage] < len(orders[stage]) for stage in range(stages)):
+        for stage, order in enumerate(orders):
+            while position[stage] < len(order):
+                step = order[position[stage]]
+                if step.meta_type is MetaStepType.FWD_RECV:
+                    sent = ends.get((step.micro_index, stage - 1))
+                    if sent is None:
+                        break
+                    clocks[stage] = max(clocks[stage], sent)
+                elif step.meta_type is MetaStepType.FWD:
+                    clocks[stage] += 1 / micros
+                    ends[step.micro_index, stage] = clocks[stage]
+                position[stage] += 1
+    return 1 - 1 / max(clocks)
+
+
+def test_more_micro_batches_leave_stages_idle_for_less():
+    assert idle_share(2, 1) == pytest.approx(1 / 2)
+    assert idle_share(2, 2) == pytest.approx(1 / 3)
+    for stages in (2, 3, 4):
+        for micros in range(1, 7):
+            assert idle_share(stages, micros) == pytest.approx((stages - 1) / (stages + micros - 1))

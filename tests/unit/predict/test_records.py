@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mindformers_ext.predict import Record, input_file, normalize_input, records
+from mindformers_ext.predict import Record, input_files, normalize_input, record_count, sources
 
 per_test_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
@@ -121,10 +121,18 @@ def test_an_escaped_lone_surrogate_and_nul_are_read_as_they_are(tmp_path):
 
 
 def test_a_line_beyond_the_limit_is_skipped_as_one_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MAX_LINE_BYTES", 8)
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 8)
     result = read(tmp_path, b"1234567\n123456789\nabcdefgh\nxy\n" + b"z" * 40, "in.txt")
     assert [record.prompt for record in result] == ["1234567", None, None, "xy", None]
     assert {record.error.type for record in result if record.error} == {"parse"}
+
+
+def test_a_line_of_ten_megabytes_is_a_record_like_any_other(tmp_path):
+    text = "\u20ac\\" * 2_500_000
+    line = json.dumps({"instruction": text}, ensure_ascii=False).encode()
+    assert len(line) > 10_000_000
+    assert [record.prompt for record in read(tmp_path, line + b"\n" + line)] == [text, text]
+    assert [record.prompt for record in read(tmp_path, b"[" + line + b"," + line + b"]", "in.json")] == [text, text]
 
 
 def test_a_file_is_read_only_as_far_as_it_is_needed(tmp_path):
@@ -152,7 +160,7 @@ def test_a_missing_path_object_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("text", ["What is 12/4 minus 1?", "a\nb/c.txt\nd", "hello", "1 + 1 =", "x\x00y", "\ud800"])
 def test_text_that_only_holds_a_slash_is_a_prompt(text):
-    assert input_file(text) is None
+    assert input_files(text) is None
     assert prompts(text) == [text]
 
 
@@ -192,9 +200,18 @@ def test_json_file_elements(tmp_path):
     assert [record.prompt for record in result] == ["a", "b", None, None]
     assert "element 2 is a number" in result[2].error.message
     assert [record.prompt for record in read(tmp_path, b'{"instruction": "a"}', "in.json")] == ["a"]
-    for content in (b"{", b"3", b'{"a": 1}\n{"a": 2}'):
-        with pytest.raises(ValueError, match=r"in\.json: "):
-            read(tmp_path, content, "in.json")
+    for content, word in ((b"{", "not valid"), (b"3", "a number"), (b'{"a": 1}\n{"a": 2}', "Extra"), (b"", "empty")):
+        (record,) = read(tmp_path, content, "in.json")
+        assert "in.json: element 0" in record.error.message and word in record.error.message
+
+
+@pytest.mark.parametrize(
+    ("data", "count"), [(["a", "b"], 2), ("a", 1), ({"x": 1}, 1), ([], 0), ("-", None), (None, None)]
+)
+def test_records_are_counted_where_nothing_has_to_be_read(tmp_path, data, count):
+    assert record_count(data) == count
+    (tmp_path / "in.txt").write_text("a")
+    assert record_count(str(tmp_path / "in.txt")) is None
 
 
 @per_test_folder

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -239,6 +240,22 @@ def test_a_truncated_tokenizer_file_is_refused(folder):
     whole = (folder / "tokenizer.json").read_bytes()
     (folder / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"tokenizer\.json: not a usable tokenizer file"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_regular_expression_without_end_costs_one_text_and_not_the_run(folder):
+    split = {"type": "Split", "pattern": {"Regex": "^(a|a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    change(folder / "tokenizer.json", pre_tokenizer=split)
+    tokenizer = Tokenizer.from_folder(folder)
+    with pytest.raises(ValueError, match="the tokenizer gives up"):
+        tokenizer.encode("a" * 40 + "!")
+    assert tokenizer.encode("b!")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_huge_file_is_refused_before_it_is_read(folder, name):
+    os.truncate(folder / name, 1 << 40)  # has no blocks on the disk
+    with pytest.raises(ValueError, match=f"{name} has {1 << 40} bytes".replace(".", r"\.")):
         Tokenizer.from_folder(folder)
 
 

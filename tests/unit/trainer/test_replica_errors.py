@@ -3,17 +3,22 @@
 import pytest
 
 from mindformers_ext.parallel import groups
+from mindformers_ext.parallel.agreement import RankError
 from mindformers_ext.predict import BatchError, JobStoppedError
 from mindformers_ext.trainer import replicas
+
+
+def failed(rank, kind, message=""):
+    return RankError(rank, (kind, "Exception"), message, victim=False)
 
 
 @pytest.mark.parametrize(
     ("reports", "error", "message"),
     [
-        ([(1, "MemoryError", "")], BatchError, "MemoryError: MemoryError"),
-        ([(0, "RuntimeError", "kernel\n  stack"), (1, "MemoryError", "")], BatchError, "RuntimeError: kernel"),
+        ([failed(1, "MemoryError")], BatchError, "MemoryError: MemoryError"),
+        ([failed(0, "RuntimeError", "kernel\n  stack"), failed(1, "MemoryError")], BatchError, "RuntimeError: kernel"),
         (
-            [(0, "RuntimeError", "kernel"), (1, "JobStoppedError", "SIGTERM was received")],
+            [failed(0, "RuntimeError", "kernel"), failed(1, "JobStoppedError", "SIGTERM was received")],
             JobStoppedError,
             "SIGTERM was received",
         ),

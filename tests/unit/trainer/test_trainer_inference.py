@@ -188,6 +188,21 @@ def test_the_model_of_a_trainer_can_generate():
     assert trainer.model.generate(ids, max_new_tokens=6).asnumpy().tolist() == [ANSWER]
 
 
+def test_the_head_runs_on_the_last_position_of_a_prompt_only(monkeypatch):
+    trainer, shapes = Trainer(config()), []
+    run_head = type(trainer.model).run_head
+
+    def watched(model, *args, **options):
+        logits = run_head(model, *args, **options)
+        shapes.append(logits.shape)
+        return logits
+
+    monkeypatch.setattr(type(trainer.model), "run_head", watched)
+    trainer.inference([PROMPT, PROMPT])
+    assert len(CASES[0]["input_ids"]) > 1
+    assert {shape[:2] for shape in shapes} == {(2, 1)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

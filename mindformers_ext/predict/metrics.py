@@ -1,0 +1,240 @@
+"""The numbers of a finished run: what each process measured, joined, as lines of the log and as a JSON file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindformers_ext.predict.completion import Completion
+from mindformers_ext.predict.output_files import check_output, replace_file
+from mindformers_ext.predict.summary import RunSummary, Timings
+
+METRICS_SUFFIX = ".metrics.json"
+_PACKAGES = ("mindformers_ext", "mindspore", "numpy", "tokenizers", "safetensors")
+
+Decode = Callable[[list[list[int]], list[int]], list[Completion]]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one process measured in a run; bytes and seconds.
+
+    Attributes:
+        rank: its global rank.
+        leads: whether its tokens and forwards are those of its replica: one process of each is.
+        timings: where its time went.
+        forwards: runs of the model, idle ones aside.
+        weight_bytes: parameters that it keeps.
+        cache_bytes: the most that a cache has held.
+        peak_memory_bytes: the most memory that the process has had, since it began.
+        idle_share: share of the time in which a stage of a pipeline waited for others, 0 to 1; None without a pipeline.
+        traffic: calls and bytes that it sent, by group.
+    """
+
+    rank: int
+    leads: bool
+    timings: Timings
+    forwards: int
+    weight_bytes: int
+    cache_bytes: int
+    peak_memory_bytes: int
+    idle_share: float | None = None
+    traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> RankReport:
+        """Makes a report of what `dataclasses.asdict` and JSON made of it."""
+        traffic = {name: (calls, sent) for name, (calls, sent) in fields["traffic"].items()}
+        return cls(**{**fields, "timings": Timings(**fields["timings"]), "traffic": traffic})
+
+
+class Latencies:
+    """Seconds from the start to the end of each record's batch."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._batches: list[tuple[float, int]] = []
+
+    def timed(self, decode: Decode) -> Decode:
+        """Returns ``decode``, which notes how long each batch takes that it answers."""
+
+        def answer(prompts: list[list[int]], indices: list[int]) -> list[Completion]:
+            start = self._clock()
+            completions = decode(prompts, indices)
+            self._batches.append((self._clock() - start, len(prompts)))
+            return completions
+
+        return answer
+
+    def percentiles(self) -> dict[str, float] | None:
+        """``p50``, ``p90``, ``p99`` and ``max`` over the records: the smallest time that so many took at most.
+
+        None without an answered record.
+        """
+        total = sum(count for _, count in self._batches)
+        if not total:
+            return None
+        ordered = sorted(self._batches)
+        found = {}
+        for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0)):
+            covered = 0
+            for seconds, count in ordered:
+                covered += count
+                if covered >= share * total:
+                    found[name] = seconds
+                    break
+        return found
+
+
+def joined_timings(reports: Sequence[RankReport]) -> Timings:
+    """Tokens of all replicas, and the time of the slowest one."""
+    leading = [report.timings for report in reports if report.leads]
+    return Timings(
+        prefill_seconds=max(one.prefill_seconds for one in leading),
+        prefill_tokens=sum(one.prefill_tokens for one in leading),
+        decode_seconds=max(one.decode_seconds for one in leading),
+        decode_tokens=sum(one.decode_tokens for one in leading),
+    )
+
+
+def joined_traffic(reports: Sequence[RankReport], new_tokens: int) -> dict[str, dict[str, float]]:
+    """By group: bytes that all processes sent, calls of the process with the most, and both for each new token."""
+    joined: dict[str, dict[str, float]] = {}
+    for name in sorted({name for report in reports for name in report.traffic}):
+        counts = [report.traffic.get(name, (0, 0)) for report in reports]
+        calls, sent = max(calls for calls, _ in counts), sum(sent for _, sent in counts)
+        joined[name] = {"calls": calls, "bytes": sent}
+        if new_tokens:
+            joined[name] |= {"calls_per_new_token": calls / new_tokens, "bytes_per_new_token": sent / new_tokens}
+    return joined
+
+
+def format_measures(reports: Sequence[RankReport], new_tokens: int) -> list[str]:
+    """Returns lines of what processes hold, send and wait."""
+    lines = [
+        f"{name}: {_by_rank(reports, values)}"
+        for name, values in (
+            ("weights per rank", [report.weight_bytes for report in reports]),
+            ("cache per rank", [report.cache_bytes for report in reports]),
+            ("peak memory per rank", [report.peak_memory_bytes for report in reports]),
+        )
+    ]
+    sent = [
+        f"{name} {_bytes(counts['bytes_per_new_token'])} in {counts['calls_per_new_token']:.2f} calls"
+        for name, counts in joined_traffic(reports, new_tokens).items()
+        if new_tokens
+    ]
+    if sent:
+        lines.append(f"sent per new token: {', '.join(sent)}")
+    idle = [f"{report.idle_share:.0%}" for report in reports if report.idle_share is not None]
+    if idle:
+        lines.append(f"idle share of the pipeline by rank: {', '.join(idle)}")
+    return lines
+
+
+def check_outputs(
+    output: str, input_data: Any, protected: Mapping[str, str | os.PathLike[str]], metrics_file: bool
+) -> None:
+    """Refuses an output, or a metrics file beside it, that could not be written or would harm another file.
+
+    Raises:
+        ValueError: see `check_output`; so the rest.
+        PermissionError: see there.
+        FileNotFoundError: see there.
+    """
+    check_output(output, input_data, protected)
+    if metrics_file:
+        check_output(metrics_path(output), input_data, protected)
+
+
+def metrics_path(output: str | os.PathLike[str]) -> str:
+    """Where the metrics of an output go."""
+    return os.fsdecode(output) + METRICS_SUFFIX
+
+
+def run_metrics(
+    summary: RunSummary,
+    new_tokens: int,
+    reports: Sequence[RankReport],
+    latencies: Latencies,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns what the metrics file says.
+
+    Args:
+        summary: counts of the output, to which earlier runs of the job may have added.
+        new_tokens: those of this run.
+        reports: of all processes, by rank.
+        latencies: of rank 0.
+        settings: what the run was asked for, as JSON can hold it.
+    """
+    timings = joined_timings(reports)
+    return {
+        "records": {
+            "total": summary.num_records,
+            "answered": summary.num_answers,
+            "failed": summary.num_errors,
+            "resumed": summary.num_resumed,
+        },
+        "finish_reasons": dict(sorted(summary.finish_reasons.items())),
+        "errors": dict(sorted(summary.errors.items())),
+        "wall_seconds": summary.wall_seconds,
+        "tokens": {"prompt": summary.prompt_tokens, "new": summary.new_tokens},
+        "prefill": _rate(timings.prefill_tokens, timings.prefill_seconds),
+        "decode": _rate(timings.decode_tokens, timings.decode_seconds),
+        "latency_seconds": latencies.percentiles(),
+        "traffic": joined_traffic(reports, new_tokens),
+        "ranks": [asdict(report) for report in reports],
+        "seed": summary.seed,
+        **settings,
+        "versions": package_versions(),
+    }
+
+
+def package_versions() -> dict[str, str | None]:
+    """Versions of Python and of what a run depends on; None for a package that is not installed as one."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        versions[name] = None
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def write_metrics(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+    """Writes a JSON file, mode 0o640; it appears, or changes, as a whole.
+
+    Raises:
+        OSError: it cannot be written; what was there before is untouched.
+    """
+    text = json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n"
+    data = text.encode("utf-8", "backslashreplace")
+    replace_file(Path(os.path.abspath(path)), lambda file: file.write(data))
+
+
+def _rate(tokens: int, seconds: float) -> dict[str, float | None]:
+    return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds if seconds > 0 else None}
+
+
+def _by_rank(reports: Sequence[RankReport], values: Sequence[int]) -> str:
+    """One value where all are equal, else the range and each rank's."""
+    if len(set(values)) == 1:
+        return _bytes(values[0])
+    each = ", ".join(f"{report.rank} {_bytes(value)}" for report, value in zip(reports, values, strict=True))
+    return f"{_bytes(min(values))} to {_bytes(max(values))} (rank {each})"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,183 @@
+"""What one call of `Trainer.inference` is asked for, from its arguments, the YAML and the checkpoint's files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
+
+from mindformers_ext.checkpoint import weights_digest
+from mindformers_ext.config import InferenceSection, TrainConfig
+from mindformers_ext.parallel.agreement import require_same
+from mindformers_ext.parallel.groups import ParallelContext
+from mindformers_ext.predict import PromptTemplates, Record, Tokenizer, normalize_input, reads_stdin
+from mindformers_ext.predict.metrics import check_outputs
+from mindformers_ext.runtime import world_size
+from mindformers_ext.trainer.decoding import Resolved, resolve_generation
+from mindformers_ext.trainer.fingerprint import fingerprint, input_fingerprint
+from mindformers_ext.trainer.identity import run_identity, unrepeatable
+from mindformers_ext.trainer.model import checkpoint_model_files, prompt_templates, protected_files, tokenizer_folder
+
+
+@dataclass(frozen=True)
+class PredictionRequest:
+    """A prediction before its first record is read.
+
+    Attributes:
+        options: input, output, batch size and number of new tokens.
+        dataset_field: field of a record that holds the prompt.
+        records: of the input, of which none is read yet.
+        templates: what makes their prompts.
+        decoding: the options of decoding, with their origins.
+        vocab_size: ids that the model has.
+        model_config: of the model; None if it has none.
+    """
+
+    options: InferenceSection
+    dataset_field: str
+    records: Iterator[Record]
+    templates: PromptTemplates
+    decoding: Resolved
+    vocab_size: int
+    model_config: Any
+
+
+def read_request(
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    model_config: Any,
+    context: ParallelContext,
+    options: InferenceSection,
+    dataset_field: str | None,
+    generation: Mapping[str, Any],
+) -> PredictionRequest:
+    """Checks and completes what `Trainer.inference` was given; every rank of the job calls it.
+
+    Args:
+        config: the whole configuration.
+        tokenizer: of the model.
+        model_config: of the model; None if it has none.
+        context: the place of this process.
+        options: see `inference_options`.
+        dataset_field: None takes ``predict.dataset_field``.
+        generation: options of decoding that win over the YAML.
+
+    Raises:
+        ValueError: an output that would harm another file, or an option out of range.
+        FileNotFoundError: the input looks like a path and does not exist.
+    """
+    field = config.predict.dataset_field if dataset_field is None else dataset_field
+    if options.output:
+        check_outputs(options.output, options.input_data, protected_files(config), config.predict.metrics_file)
+    records, templates = open_input(config, tokenizer, options.input_data, field)
+    vocab_size = getattr(model_config, "vocab_size", tokenizer.vocab_size)
+    folder = checkpoint_model_files(config) if config.checkpoint.load_path else None
+    decoding = resolve_generation(config.generation, options.max_new_tokens, tokenizer, folder, vocab_size, generation)
+    decoding = _with_one_seed(context, decoding)
+    return PredictionRequest(options, field, records, templates, decoding, vocab_size, model_config)
+
+
+def require_same_request(context: ParallelContext, request: PredictionRequest) -> None:
+    """Refuses to start where ranks would read, batch or decode differently; every rank calls it.
+
+    Raises:
+        ValueError: names what differs, with the ranks.
+    """
+    if context.dims.world_size == 1:
+        return
+    compared = {
+        "batch_size": request.options.batch_size,
+        "the input": input_fingerprint(request.options.input_data),
+        "dataset_field": request.dataset_field,
+        "the templates": fingerprint(request.templates.identity()),
+        "the options of decoding": request.decoding.describe(),
+    }
+    require_same(context, compared)
+
+
+def request_identity(config: TrainConfig, request: PredictionRequest, has_own_weights: bool) -> dict[str, Any]:
+    """Returns what the rows depend on; see `run_identity`.
+
+    Args:
+        config: the whole configuration.
+        request: the prediction.
+        has_own_weights: whether the model's weights are in no file: they are like no others.
+    """
+    weights = unrepeatable("weights in memory") if has_own_weights else weights_digest(config.checkpoint.load_path)
+    return run_identity(
+        config,
+        request.decoding.config,
+        request.decoding.seed_is_drawn,
+        request.options.input_data,
+        request.dataset_field,
+        request.templates.identity(),
+        request.model_config,
+        weights,
+        tokenizer_folder(config),
+    )
+
+
+def _with_one_seed(context: ParallelContext, decoding: Resolved) -> Resolved:
+    """Ranks that draw for themselves would choose other tokens; all of them ask, whatever their options are."""
+    drawn = context.world.all_gather_object(decoding.config.seed if decoding.seed_is_drawn else None)
+    if not decoding.seed_is_drawn:
+        return decoding
+    seed = next(seed for seed in drawn if seed is not None)
+    return replace(decoding, config=decoding.config.updated(seed=seed))
+
+
+def inference_options(
+    config: TrainConfig,
+    input_data: Any,
+    max_new_tokens: int | None,
+    output: str | os.PathLike[str] | None,
+    batch_size: int | None,
+) -> InferenceSection:
+    """Returns the ``inference`` section with the arguments of `Trainer.inference` in it.
+
+    Raises:
+        ValueError: an argument out of range.
+        TypeError: an output that is no path.
+    """
+    section = config.inference or InferenceSection(output="")
+    if output is not None and not isinstance(output, str | os.PathLike):
+        raise TypeError(f"output must be a path, not {type(output).__name__}")
+    return InferenceSection(
+        max_new_tokens=section.max_new_tokens if max_new_tokens is None else _count("max_new_tokens", max_new_tokens),
+        batch_size=section.batch_size if batch_size is None else _count("batch_size", batch_size),
+        output=section.output if output is None else os.fsdecode(output),
+        input_data=section.input_data if input_data is None else input_data,
+    )
+
+
+def _count(name: str, value: Any) -> int:
+    # numpy's integers are registered as Integral
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    return int(value)
+
+
+def check_files(config: TrainConfig, tokenizer: Tokenizer) -> None:
+    """Finds mistakes in paths and templates before the model is built.
+
+    Raises:
+        ValueError: an output that would harm another file, or a template that cannot be compiled.
+        FileNotFoundError: a file is not there.
+        PermissionError: the folder of the output is not writable.
+    """
+    section = config.inference or InferenceSection()
+    check_outputs(section.output, section.input_data, protected_files(config), config.predict.metrics_file)
+    # Records in memory, of which there are none, where they are an argument of inference().
+    open_input(config, tokenizer, section.input_data or [], config.predict.dataset_field)
+
+
+def open_input(
+    config: TrainConfig, tokenizer: Tokenizer, input_data: Any, field: str
+) -> tuple[Iterator[Record], PromptTemplates]:
+    """Returns the records, of which none is read yet, and the templates that make their prompts."""
+    if reads_stdin(input_data) and world_size() > 1:
+        raise ValueError("input_data '-': standard input belongs to one process; give the ranks of a job a file")
+    templates = prompt_templates(config, tokenizer)
+    return normalize_input(input_data, field, templates.prompt_maker(field)), templates

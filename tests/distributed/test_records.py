@@ -1,0 +1,62 @@
+"""Records that do not divide by ranks, answers that end at different steps, and seeds: as on one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+LAUNCHER = Path(__file__).parents[2] / "scripts" / "msrun_launcher.sh"
+JOB = Path(__file__).parent / "jobs" / "records_job.py"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folders of a job of 4 ranks and of one process, after them, and what the job printed."""
+    many, one = tmp_path_factory.mktemp("many"), tmp_path_factory.mktemp("one")
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", str(LAUNCHER), f"python {JOB} {many}", "4"],
+        cwd=many, env=env, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    sys.path.insert(0, str(JOB.parent))
+    try:
+        import records_job
+    finally:
+        sys.path.pop(0)
+    for name in records_job.RUNS:
+        records_job.run(one, name, {})
+    return many, one, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("nine-on-replicas", 9),
+        ("one-on-replicas", 1),
+        ("none-on-replicas", 0),
+        ("lengths-on-shards", 9),
+        ("tied-on-stages", 5),
+        ("seeded-on-stages", 5),
+    ],
+)
+def test_the_file_is_that_of_one_process_with_each_record_once(folders, name, rows):
+    many, one, _ = folders
+    found = (many / f"{name}.jsonl").read_bytes()
+    assert len(found.splitlines()) == rows
+    assert found == (one / f"{name}.jsonl").read_bytes()
+    assert not (many / f"{name}.jsonl.partial").exists()
+
+
+def test_the_answers_of_shards_really_end_at_different_steps(folders):
+    rows = [json.loads(line) for line in (folders[0] / "lengths-on-shards.jsonl").read_text().splitlines()]
+    assert len({row["num_new_tokens"] for row in rows}) >= 3
+
+
+def test_ranks_whose_generators_of_random_numbers_differ_draw_the_same_tokens(folders):
+    assert "ranks with different generators drew the same tokens" in folders[2]
