@@ -5,7 +5,7 @@ from mindformers_ext.predict.finished import FinishedRecords
 from mindformers_ext.predict.isolation import FAULTS_OF_RECORDS, BatchError, described_fault, fault_of
 from mindformers_ext.predict.job import OutputJob, open_job
 from mindformers_ext.predict.output_files import check_output
-from mindformers_ext.predict.records import Record, RecordError, normalize_input
+from mindformers_ext.predict.records import Record, RecordError, normalize_input, record_count
 from mindformers_ext.predict.run import RunResult, run_generation
 from mindformers_ext.predict.sources import InputFiles, input_files, reads_stdin
 from mindformers_ext.predict.stop import JobStoppedError, StopSignals
@@ -39,5 +39,6 @@ __all__ = [
     "open_job",
     "read_templates",
     "reads_stdin",
+    "record_count",
     "run_generation",
 ]
