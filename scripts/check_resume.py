@@ -2,6 +2,7 @@
 
     python scripts/check_resume.py --kills 20                      # a small model on one process
     python scripts/check_resume.py --kills 5 --ranks 2
+    python scripts/check_resume.py --kills 2 --ranks 2 --stop      # SIGTERM to the launcher; the job must end with 4
     python scripts/check_resume.py --model none --kills 200        # no model: the kills hit the files alone
     python scripts/check_resume.py --layouts                       # dp4 is killed; other layouts go on
 
@@ -31,6 +32,8 @@ CHECKPOINT = ROOT / "tests" / "data" / "checkpoints" / "qwen3"
 _POLL_SECONDS = 0.01
 _END_SECONDS = 60.0
 _KILLS_OF_A_JOB = 2
+# Exit codes; some records of the input have no answer.
+_DONE, _STOPPED = 3, 4
 # What goes on with a job of four replicas: number of processes, batch size, parallelism.
 _LAYOUTS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     ("one process", 1, 8, {}),
@@ -91,7 +94,7 @@ def _arm(deadly: int) -> None:
 
     pwrite, replace, unlink = os.pwrite, os.replace, os.unlink
 
-    def deadly_pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+    def deadly_pwrite(descriptor: int, data: bytes, offset: int) -> int:
         if dies():
             pwrite(descriptor, data[: random.randrange(len(data) + 1)], offset)
             kill()
@@ -165,14 +168,25 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def run_killed(job: subprocess.Popen[bytes], output: pathlib.Path, lines: int) -> bool:
-    """Kills a job once its journal has so many lines; returns whether it was still running."""
+def run_killed(job: subprocess.Popen[bytes], output: pathlib.Path, lines: int, stop: bool = False) -> bool:
+    """Kills a job once its journal has so many lines; returns whether it was still running.
+
+    With ``stop`` it is asked to stop instead.
+
+    Raises:
+        SystemExit: a job that was asked to stop ended with another code than 4, and not because it was done.
+    """
     journal = output.with_name(f"{output.name}.journal")
     while job.poll() is None:
         if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
-            kill_tree(job.pid)
-            job.wait()
-            return True
+            if not stop:
+                kill_tree(job.pid)
+                job.wait()
+                return True
+            job.send_signal(signal.SIGTERM)
+            if job.wait() not in (_STOPPED, _DONE):
+                raise SystemExit(f"a job that was asked to stop ended with code {job.returncode}")
+            return job.returncode == _STOPPED
         time.sleep(_POLL_SECONDS)
     return False
 
@@ -225,7 +239,8 @@ def _kill_once(arguments: argparse.Namespace, folder: pathlib.Path, output: path
         deadly = random.randint(1, arguments.records + 6)
         return _start_without_model(folder, output, deadly).wait() == -signal.SIGKILL
     job = start(folder, output, arguments.ranks, 8, {})
-    return run_killed(job, output, random.randint(0, arguments.records))
+    # Before it has finished a record, a job that gets a signal may end as any program does.
+    return run_killed(job, output, random.randint(2 * arguments.stop, arguments.records), arguments.stop)
 
 
 def _start_without_model(folder: pathlib.Path, output: pathlib.Path, deadly: int | None) -> subprocess.Popen[bytes]:
@@ -235,7 +250,7 @@ def _start_without_model(folder: pathlib.Path, output: pathlib.Path, deadly: int
         return subprocess.Popen([*words, str(deadly or 0)], env=environment, stdout=log, stderr=log)
 
 
-def _finish(job: subprocess.Popen[bytes], folder: pathlib.Path, codes: tuple[int, ...] = (3,)) -> None:
+def _finish(job: subprocess.Popen[bytes], folder: pathlib.Path, codes: tuple[int, ...] = (_DONE,)) -> None:
     if job.wait() not in codes:
         raise SystemExit(f"a job ended with code {job.returncode}:\n{(folder / 'job.log').read_text()[-4000:]}")
 
@@ -253,6 +268,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--records", type=int, default=200)
     parser.add_argument("--model", choices=("tiny", "none"), default="tiny")
+    parser.add_argument("--stop", action="store_true", help="ask jobs to stop instead of killing them")
     parser.add_argument("--layouts", action="store_true", help="go on in other layouts instead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)

@@ -143,10 +143,12 @@ def open_job(
         needs_ids: whether a complete output is of use only if the ids of its answers can be read from it.
 
     Raises:
-        ValueError: see `check_output`; another run is writing this output; or there is a journal or, with `resume`
-            True, an output of another job.
+        ValueError: see `check_output`; an unknown `resume`; another run is writing this output; or there is a journal
+            or, with `resume` True, an output of another job.
         OSError: the journal cannot be made.
     """
+    if resume not in (True, False, "auto"):
+        raise ValueError(f"predict.resume must be true, false or auto, not {resume!r}")
     check_output(output)
     path = Path(os.path.abspath(output))
     identity = json.loads(json.dumps(identity))

@@ -165,10 +165,11 @@ class Journal:
         os.close(self._descriptor)
 
     def _write(self, line: bytes) -> None:
-        data = memoryview(line)
+        written = 0
         try:
-            while data:
-                data = data[os.pwrite(self._descriptor, data, self._end + len(line) - len(data)) :]
+            while written < len(line):  # a disk that is almost full takes a part
+                rest = line[written:] if written else line
+                written += os.pwrite(self._descriptor, rest, self._end + written)
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, self._end)

@@ -86,6 +86,8 @@ def _rounded(value: Any) -> Any:
 
 
 def _own_fields(record: Record) -> dict[str, Any]:
+    if _OURS.isdisjoint(record.fields):
+        return record.fields
     # The same names move in answers and errors alike, so a user's "error" never looks like ours.
     own = {key: value for key, value in record.fields.items() if key not in _OURS}
     hidden = {key: value for key, value in record.fields.items() if key in _OURS}

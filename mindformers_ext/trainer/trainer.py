@@ -100,12 +100,7 @@ class Trainer:
         setup_logging()
         if eval_dataset is not None:
             raise NotImplementedError("eval_dataset is not supported yet; call inference() on a file of prompts")
-        given = {
-            "model": model,
-            "train_dataset": train_dataset,
-            "optimizer": optimizer,
-            "lr_scheduler": lr_scheduler,
-        }
+        given = {"model": model, "train_dataset": train_dataset, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
         self.config = _load(config, run_mode, {name for name, value in given.items() if value is not None})
         self.is_inference = self.config.run_mode == "predict"
         self.last_summary = RunSummary()
