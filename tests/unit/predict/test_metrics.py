@@ -98,7 +98,7 @@ def test_the_file_is_whole_private_and_replaces_the_one_before(tmp_path):
         summary.wall_seconds = wall
         write_metrics(path, run_metrics(summary, 3, [report(0)], Latencies(), {"batch_size": 4}))
     content = json.loads((tmp_path / "out.jsonl.metrics.json").read_text())
-    assert content["records"] == {"total": 1, "answered": 1, "failed": 0}
+    assert content["records"] == {"total": 1, "answered": 1, "failed": 0, "resumed": 0}
     assert (content["wall_seconds"], content["seed"], content["batch_size"]) == (3.0, 7, 4)
     assert content["decode"] == {"tokens": 30, "seconds": 2.0, "tokens_per_second": 15.0}
     assert content["versions"]["numpy"]

@@ -158,7 +158,8 @@ def test_the_identity_changes_with_text_tokens_and_the_day_that_is_shown():
 
 
 class Rows(list):
-    write = list.append
+    def write(self, index, content, rows):
+        self.extend(rows)
 
 
 def bos_tokenizer(folder):
