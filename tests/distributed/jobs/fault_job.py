@@ -41,9 +41,9 @@ class Fault:
         self.originals = inference.generate_batch, block.TransformerLayer._attend
         generate_batch, attend = self.originals
 
-        def watched_batch(model, prompts, config, stats, records, tokenizer):
+        def watched_batch(model, prompts, config, stats, records, *others):
             self.records, self.seen = records, 0
-            return generate_batch(model, prompts, config, stats, records, tokenizer)
+            return generate_batch(model, prompts, config, stats, records, *others)
 
         def failing_attend(layer, normed, context, state):
             if layer is self.layer and BAD in self.records and self.failing_rank in (rank(), HOLDER):
