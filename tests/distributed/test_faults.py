@@ -24,10 +24,10 @@ def launch(folder, action=""):
 
 
 def check_files(folder):
-    """The older output is untouched; the rows of the first batch are in the partial file."""
+    """The older output is untouched; the records of the first batch are in the journal."""
     assert (folder / "result.jsonl").read_text() == OLD
-    lines = (folder / "result.jsonl.partial").read_text().splitlines()
-    assert [json.loads(line)["sample_idx"] for line in lines] == [0, 1]
+    lines = (folder / "result.jsonl.journal").read_text().splitlines()
+    assert [json.loads(line)["index"] for line in lines[1:]] == [0, 1]
 
 
 def test_a_fault_of_one_rank_costs_one_record_or_is_told_by_all_ranks(tmp_path):
@@ -40,6 +40,7 @@ def test_a_fault_of_one_rank_costs_one_record_or_is_told_by_all_ranks(tmp_path):
         "pp2: one record failed on rank 1, forward 2, forward",
         "fsdp2: one record failed on rank None, forward 2, forward",
         "batch_size was refused",
+        "the missing input was noticed",
         "unreadable weights were noticed",
     ):
         assert line in done.stdout
