@@ -205,8 +205,10 @@ class Trainer:
         Raises:
             ValueError: an argument out of range, a checkpoint that does not fit, or an output that would overwrite one
                 of the run's own files, that another run is writing or that has the journal of another job.
-            JobStoppedError: the run ended early (a signal, ``predict.max_errors``, a full disk, a lost rank); the same
-                call goes on where it ended.
+            JobStoppedError: the run ended early (a signal, ``predict.max_errors``, a full disk); the same call goes on
+                where it ended.
+            PeerError: another rank refused the request, or could not read the checkpoint.
+            PeerLostError: another rank has ended, or failed for good; the same call goes on where the run ended.
             TypeError: an argument of a type that cannot be meant.
             FileNotFoundError: the input looks like a path and does not exist.
         """
