@@ -1,7 +1,7 @@
 """Collective operations: the only module that communicates.
 
 On Ascend they are MindSpore's own. On CPUs they go over the connections of `mesh`: MindSpore 2.10 has little more than
-the sum of float32 there, and no way to end a call whose peers have failed.
+the sum of float32 there, and no way to end a call whose peers have failed. `sum_collectives` makes do with that sum.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 from mindspore.common._grad_function import _Function
 
-from mindformers_ext.ops.backend import recording_gradient
+from mindformers_ext.ops.backend import device_target, recording_gradient
 from mindformers_ext.parallel.mesh import Mesh, PeerError, PeerLostError, Report
+from mindformers_ext.parallel.sum_collectives import SumCollectives
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "barrier")
 # Up to here all ranks send everything to each other: one exchange in place of two.
@@ -118,9 +119,9 @@ class Group:
             name: name of the group.
             ranks: global ranks of the members, in their order in the group.
             rank: global rank of this process.
-            communicator: MindSpore's name of the group, made beforehand; empty on CPUs and where there is one member.
+            communicator: MindSpore's name of the group, made beforehand; empty with a mesh, and for one member.
             traffic: where calls are counted.
-            mesh: the connections of this process, on CPUs.
+            mesh: the connections of this process, where calls go over them.
         """
         self.name = name
         self.ranks = tuple(ranks)
@@ -134,6 +135,8 @@ class Group:
     def _device(self) -> _Collectives:
         if self._mesh is not None:
             return _CpuCollectives(self._mesh, self.name, self.ranks, self.rank)
+        if device_target() == "CPU":
+            return SumCollectives(self._communicator, self.rank, self.size)
         return _NativeCollectives(self._communicator, self.ranks)
 
     @contextmanager
