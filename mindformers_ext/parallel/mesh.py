@@ -29,6 +29,8 @@ _HELLO = struct.Struct("!16sI")
 _CONNECT_SECONDS = 120.0
 _HELLO_SECONDS = 10.0
 _TRIES_BEFORE_SLEEP = 20
+# A host that vanishes closes nothing: after 60 s of silence it is asked, and 10 questions later taken for lost.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 30, socket.TCP_KEEPCNT: 10}
 TOKEN_BYTES = 16
 
 Report: TypeAlias = dict[str, Any] | None
@@ -86,6 +88,9 @@ class _Peer:
     def __init__(self, rank: int, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self.rank = rank
         self.connection = connection
         self.lost = False

@@ -161,6 +161,8 @@ def test_a_stranger_cannot_join(monkeypatch):
         brief.close()
         joined = run(*(lambda r=r: connect(r, addresses, listeners[r], b"secret of the jb") for r in range(2)))
     a, b = joined
+    asked = a._peers[1].connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert asked, "a host that vanishes would not be noticed"
     got, given = run(lambda: swap(a, 1, np.full(3, 4)), lambda: swap(b, 0, np.full(3, 5)))
     assert got.tolist() == [5] * 3 and given.tolist() == [4] * 3
     a.close()
