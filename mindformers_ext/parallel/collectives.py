@@ -349,17 +349,18 @@ class _CpuCollectives:
         result = np.empty_like(flat)
         result[bounds[self._index] : bounds[self._index + 1]] = _summed(self._scatter("all_reduce", parts))
         slots = [result[begin:end] for begin, end in itertools.pairwise(bounds)]
-        self._call("all_reduce", dict.fromkeys(self._others, slots[self._index]), slots)
+        others = {other: slots[other] for other in self._others}
+        self._call("all_reduce", dict.fromkeys(self._others, slots[self._index]), others)
         return result.reshape(array.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return Tensor.from_numpy(self._gather("all_gather", _array(x)))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return Tensor.from_numpy(_summed(self._scatter("reduce_scatter", list(_array(x)))))
+        return Tensor.from_numpy(_summed(self._scatter("reduce_scatter", _array(x))))
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        return Tensor.from_numpy(self._scatter("all_to_all", list(_array(x))))
+        return Tensor.from_numpy(self._scatter("all_to_all", _array(x)))
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         if self._index == source:
@@ -382,25 +383,28 @@ class _CpuCollectives:
         """Returns the arrays of all ranks, ``[size, *array.shape]``."""
         result = np.empty((len(self._ranks), *array.shape), array.dtype)
         result[self._index] = array
-        self._call(collective, dict.fromkeys(self._others, array), result)
+        self._call(collective, dict.fromkeys(self._others, array), self._slots(result))
         return result
 
-    def _scatter(self, collective: str, parts: list[np.ndarray]) -> np.ndarray:
+    def _scatter(self, collective: str, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Gives part j to rank j; returns what all ranks gave this one, in their order."""
         mine = parts[self._index]
         result = np.empty((len(self._ranks), *mine.shape), mine.dtype)
         result[self._index] = mine
-        self._call(collective, {other: parts[other] for other in self._others}, result)
+        self._call(collective, {other: parts[other] for other in self._others}, self._slots(result))
         return result
 
-    def _call(self, collective: str, sends: Mapping[int, np.ndarray], receives: Any) -> None:
-        """Exchanges arrays by index in the group; `receives` is a mapping or has a slot for each rank."""
-        wanted = receives if isinstance(receives, dict) else {other: receives[other] for other in self._others}
+    def _slots(self, result: np.ndarray) -> dict[int, np.ndarray]:
+        """The places of the other ranks in ``[size, ...]``: slices, as an element of a vector would be a copy."""
+        return {other: result[other : other + 1] for other in self._others}
+
+    def _call(self, collective: str, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> None:
+        """Exchanges arrays by index in the group."""
         self._mesh.exchange(
             _KINDS.index(collective) + 1,
             self._number,
             {self._ranks[other]: array for other, array in sends.items()},
-            {self._ranks[other]: array for other, array in wanted.items()},
+            {self._ranks[other]: array for other, array in receives.items()},
         )
 
 
@@ -460,14 +464,18 @@ class _NativeCollectives:
 
 def _summed(parts: np.ndarray) -> np.ndarray:
     """Returns the sum over the first dimension, one after the other: integers wrap around."""
-    total = parts[0].copy()
+    total = np.array(parts[0])
     for part in parts[1:]:
         total += part
     return total
 
 
 def _array(x: Tensor) -> np.ndarray:
-    return np.ascontiguousarray(x.asnumpy())
+    return _contiguous(x.asnumpy())
+
+
+def _contiguous(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(array.shape)  # numpy makes a vector of a scalar
 
 
 def _check_summed(x: Any) -> None:
@@ -484,7 +492,7 @@ def _nbytes(x: Any) -> int:
 
 
 def _tensor(x: Any) -> Tensor:
-    return x if isinstance(x, Tensor) else Tensor.from_numpy(np.ascontiguousarray(x))
+    return x if isinstance(x, Tensor) else Tensor.from_numpy(_contiguous(x))
 
 
 def _like(x: Any, result: Tensor) -> Any:

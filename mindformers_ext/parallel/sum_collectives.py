@@ -49,7 +49,7 @@ class SumCollectives:
         return Tensor.from_numpy(_from_floats(self._sum_array(slots), array.dtype, (self.size, *array.shape)))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return Tensor.from_numpy(self.all_reduce(x).asnumpy()[self.rank].copy())
+        return Tensor.from_numpy(np.array(self.all_reduce(x).asnumpy()[self.rank]))
 
     def all_to_all(self, x: Tensor) -> Tensor:
         return Tensor.from_numpy(self.all_gather(x).asnumpy()[:, self.rank].copy())
