@@ -386,7 +386,7 @@ class _CpuCollectives:
         self._call(collective, dict.fromkeys(self._others, array), self._slots(result))
         return result
 
-    def _scatter(self, collective: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+    def _scatter(self, collective: str, parts: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
         """Gives part j to rank j; returns what all ranks gave this one, in their order."""
         mine = parts[self._index]
         result = np.empty((len(self._ranks), *mine.shape), mine.dtype)
