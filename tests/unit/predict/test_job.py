@@ -217,13 +217,37 @@ def test_a_journal_without_answers_is_in_nobodys_way(tmp_path):
     assert len(run(path, identity=OTHER)[1]) == 9
 
 
-def test_a_journal_of_another_form_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"", b""), (b'"record": ', b'"hash": '), (b'"facts": ', b'"other": ')],
+    ids=["same", "lines", "head"],
+)
+def test_a_journal_of_another_form_is_refused_and_kept_whatever_its_lines_are(tmp_path, old, new):
     path, journal = tmp_path / "o.jsonl", tmp_path / "o.jsonl.journal"
     with pytest.raises(Killed):
         run(path, answer=killed_at(9))
-    journal.write_bytes(journal.read_bytes().replace(b'{"journal": 1', b'{"journal": 2', 1))
-    with pytest.raises(ValueError, match="the form of the journal was 2, is 1"):
+    before = journal.read_bytes().replace(b'{"journal": 1', b'{"journal": 2', 1).replace(old, new)
+    journal.write_bytes(before)
+    with pytest.raises(ValueError, match="has the form 2 of a journal, this version knows 1"):
         run(path)
+    assert journal.read_bytes() == before
+    assert len(run(path, resume=False)[1]) == 9 and not journal.exists()
+
+
+@pytest.mark.parametrize(
+    "lost", ["finish_reason", "num_prompt_tokens", "num_new_tokens", "generated_ids", "sample_idx"]
+)
+def test_a_record_whose_line_was_edited_beyond_use_is_answered_again(tmp_path, lost):
+    path, journal = tmp_path / "o.jsonl", tmp_path / "o.jsonl.journal"
+    with pytest.raises(Killed):
+        run(path, answer=killed_at(9))
+    header, first, *rest = journal.read_text().splitlines()
+    entry = json.loads(first)
+    del entry["rows"][0][lost]
+    journal.write_text("\n".join([header, json.dumps(entry), *rest]) + "\n")
+    assert entry["index"] in run(path)[1]
+    run(tmp_path / "expected.jsonl")
+    assert path.read_bytes() == (tmp_path / "expected.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("identity", [IDENTITY, OTHER])
