@@ -180,8 +180,8 @@ def _goes_on(journal: Journal, identity: Mapping[str, Any], resume: bool | Liter
     if journal.header.schema != SCHEMA and resume is not False:
         raise ValueError(
             f"{journal.path} has the form {journal.header.schema} of a journal, this version knows {SCHEMA}. Finish "
-            "the job with the version that began it, give another output, or start over with predict.resume: false, which "
-            "drops its records"
+            "the job with the version that began it, give another output, or start over with predict.resume: false, "
+            "which drops its records"
         )
     if resume is False:
         logger.warning("%s: starting over, as predict.resume says; the records in it are dropped", journal.path)

@@ -241,10 +241,12 @@ def test_a_record_whose_line_was_edited_beyond_use_is_answered_again(tmp_path, l
     path, journal = tmp_path / "o.jsonl", tmp_path / "o.jsonl.journal"
     with pytest.raises(Killed):
         run(path, answer=killed_at(9))
-    header, first, *rest = journal.read_text().splitlines()
-    entry = json.loads(first)
+    lines = journal.read_text().splitlines()
+    place = next(number for number, line in enumerate(lines) if "generated_ids" in line)
+    entry = json.loads(lines[place])
     del entry["rows"][0][lost]
-    journal.write_text("\n".join([header, json.dumps(entry), *rest]) + "\n")
+    lines[place] = json.dumps(entry)
+    journal.write_text("\n".join(lines) + "\n")
     assert entry["index"] in run(path)[1]
     run(tmp_path / "expected.jsonl")
     assert path.read_bytes() == (tmp_path / "expected.jsonl").read_bytes()
@@ -332,12 +334,16 @@ def test_errors_of_earlier_runs_count_in_max_errors(tmp_path):
         run(path, max_errors=2, batch_size=1)
     with pytest.raises(JobStoppedError, match="3 records have an error"):
         run(path, max_errors=3, batch_size=1)
+    before = (tmp_path / "o.jsonl.journal").read_bytes()
+    with pytest.raises(JobStoppedError, match=r"predict\.max_errors is 3; a higher one goes on"):
+        run(path, max_errors=3, answer=lambda prompts, indices: pytest.fail("a batch was answered"))
+    assert (tmp_path / "o.jsonl.journal").read_bytes() == before
 
 
 def test_on_error_abort_stops_before_the_record_is_written(tmp_path):
     run(tmp_path / "expected.jsonl")
     path = tmp_path / "o.jsonl"
-    with pytest.raises(JobStoppedError, match=r"record 0: schema: field 'instruction' is empty"):
+    with pytest.raises(JobStoppedError, match=r"record 0 has an error \(schema: field 'instruction' is empty\)"):
         run(path, on_error="abort")
     assert len((tmp_path / "o.jsonl.journal").read_text().splitlines()) == 1
     run(path)
