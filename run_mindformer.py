@@ -267,7 +267,7 @@ def run(flags: argparse.Namespace, tokens: Sequence[str]) -> int:
     try:
         trainer.inference(collect=False)
     except JobStoppedError as reason:
-        print(f"stopped: {reason}; the same command goes on from here", file=sys.stderr)
+        print(f"stopped: {reason}; finished records are kept, the next run goes on from here", file=sys.stderr)
         return EXIT_STOPPED
     return EXIT_ERROR_RECORDS if trainer.last_summary.num_errors else EXIT_OK
 

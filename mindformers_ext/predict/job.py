@@ -177,12 +177,16 @@ def _goes_on(journal: Journal, identity: Mapping[str, Any], resume: bool | Liter
     """Whether a journal is gone on with; False starts over."""
     if journal.header is None or not journal.has_records:
         return False
+    if journal.header.schema != SCHEMA and resume is not False:
+        raise ValueError(
+            f"{journal.path} has the form {journal.header.schema} of a journal, this version knows {SCHEMA}. Finish "
+            "the job with the version that began it, give another output, or start over with predict.resume: false, "
+            "which drops its records"
+        )
     if resume is False:
         logger.warning("%s: starting over, as predict.resume says; the records in it are dropped", journal.path)
         return False
     differences = identity_differences(journal.header.identity, identity)
-    if journal.header.schema != SCHEMA:
-        differences.insert(0, f"the form of the journal was {journal.header.schema}, is {SCHEMA}")
     if differences and journal.num_finished > journal.num_errors:
         raise ValueError(
             f"{journal.path} has finished records of another job: {_listed(differences)}. Run that job to its end, "

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from mindformers_ext.predict.finished import FinishedRecords
 from mindformers_ext.predict.output_files import named_error, open_locked, sync_folder
+from mindformers_ext.predict.summary import is_row
 from mindformers_ext.predict.writers import encoded, json_row
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class Journal:
     def __init__(self, path: Path) -> None:
         """Opens and locks the file, reads it, and cuts off what a dying run left behind its last whole line.
 
+        Of a journal of another form (`header.schema`) nothing but the first line is read, and nothing is cut off.
+
         Raises:
             ValueError: another run has it, or it is not a journal.
             OSError: it cannot be opened or read.
@@ -86,12 +89,13 @@ class Journal:
         self.num_finished = self.num_errors = 0
         self._offsets = array("q")  # where the newest line of each record begins, -1 where there is none
         self._end = 0
+        self._has_unknown = False
         self._synced = time.monotonic()
 
     @property
     def has_records(self) -> bool:
-        """Whether any record was written to it."""
-        return len(self._offsets) > 0
+        """Whether any record was written to it; of another form, whether anything follows the first line."""
+        return len(self._offsets) > 0 or self._has_unknown
 
     def start(self, identity: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Empties the journal and writes its first line.
@@ -195,6 +199,9 @@ class Journal:
                 )
             if self.header is not None:
                 self._end = len(first)
+                if self.header.schema != SCHEMA:
+                    self._has_unknown = size > len(first)
+                    return
                 self._load_records(file)
         if self._end < size:
             logger.warning("%s: dropped the last %d bytes, which are no whole record", self.path, size - self._end)
@@ -227,12 +234,16 @@ class Journal:
 def _kind(row: Mapping[str, Any]) -> int:
     if "error" not in row:
         return _ANSWER
-    return _TRANSIENT if row.get("error_type") in TRANSIENT_ERRORS else _ERROR
+    return _TRANSIENT if row["error_type"] in TRANSIENT_ERRORS else _ERROR
 
 
 def _header(line: bytes) -> Header | None:
     value = _object(line)
-    if value is None or value.keys() != {"journal", "identity", "facts"} or not isinstance(value["journal"], int):
+    if value is None or type(value.get("journal")) is not int:
+        return None
+    if value["journal"] != SCHEMA:
+        return Header(value["journal"], {}, {})
+    if value.keys() != {"journal", "identity", "facts"}:
         return None
     if not isinstance(value["identity"], dict) or not isinstance(value["facts"], dict):
         return None
@@ -252,7 +263,7 @@ def _entry(line: bytes) -> tuple[int, int, list[dict[str, Any]]] | None:
     index, content, rows = value["index"], value["record"], value["rows"]
     if type(index) is not int or index < 0 or not isinstance(content, str) or not isinstance(rows, list) or not rows:
         return None
-    if not _HASH.fullmatch(content) or not all(isinstance(r, dict) and r.get("sample_idx") == index for r in rows):
+    if not _HASH.fullmatch(content) or not all(is_row(row) and row["sample_idx"] == index for row in rows):
         return None
     return index, int(content, 16), rows
 

@@ -43,7 +43,8 @@ class Progress:
         self._total = total
         self._clock = clock
         self._start = clock()
-        self._next_line = self._start  # the first batch has a line: it tells how long the run will take
+        self._next_line = self._start + SECONDS_BETWEEN_LINES
+        self._has_told = False
         animated = sys.stderr.isatty() if terminal is None else terminal
         self._logs = shown and not animated
         self._bar: Any = None
@@ -56,7 +57,9 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(self._state(summary, now), refresh=False)
             self._bar.update(num_records)
-        elif self._logs and now >= self._next_line:
+        elif self._logs and (now >= self._next_line or (summary.num_answers and not self._has_told)):
+            # The first batch that is answered has a line: it tells how long the run will take.
+            self._has_told = self._has_told or summary.num_answers > 0
             self._next_line = now + SECONDS_BETWEEN_LINES
             logger.info("predict: %s", self._line(summary, now))
 
@@ -73,9 +76,12 @@ class Progress:
         done, seconds = summary.num_records + summary.num_resumed, now - self._start
         if self._total is None:
             return f"{done} records, {self._state(summary, now)}"
+        line = f"{done} of about {self._total} records, {self._state(summary, now)}"
+        if not summary.num_answers:
+            return line
         # Records of an earlier run took no time of this one.
-        left = max(self._total - done, 0) * seconds / max(summary.num_records, 1)
-        return f"{done} of about {self._total} records, {self._state(summary, now)}, about {_span(left)} left"
+        left = max(self._total - done, 0) * seconds / summary.num_records
+        return f"{line}, about {_span(left)} left"
 
     def _state(self, summary: RunSummary, now: float) -> str:
         seconds = max(now - self._start, 1e-9)

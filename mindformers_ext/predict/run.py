@@ -103,6 +103,7 @@ def run_generation(
             raise ValueError(f"{name} must be at least 1, not {value}")
     answerer = Answerer(decode, batch_size, num_sequences)
     emitter = _Emitter(tokenizer, writer, num_sequences, skip_special_tokens, collect, on_error, max_errors, num_errors)
+    agree(emitter.too_many_errors())
     window = Window(batch_size)
     prepared = prepare is None
     start = time.perf_counter()
@@ -187,15 +188,20 @@ class _Emitter:
                 elif reason is None:
                     error = job.error
                     reason = JobStoppedError(
-                        f"predict.on_error: record {job.record.index}: {error.type}: {error.message}"
+                        f"record {job.record.index} has an error ({error.type}: {error.message}), and predict.on_error "
+                        "is abort; record goes on past it"
                     )
         except JobStoppedError as stopped:  # the writer is on one process, and all of them have to know
             return stopped
-        if reason is None and self.max_errors is not None and self.num_errors >= self.max_errors:
-            reason = JobStoppedError(
-                f"{self.num_errors} records have an error, predict.max_errors is {self.max_errors}"
-            )
-        return reason
+        return reason or self.too_many_errors()
+
+    def too_many_errors(self) -> JobStoppedError | None:
+        """Why a run has to stop that has so many errors, None if it has not."""
+        if self.max_errors is None or self.num_errors < self.max_errors:
+            return None
+        return JobStoppedError(
+            f"{self.num_errors} records have an error, predict.max_errors is {self.max_errors}; a higher one goes on"
+        )
 
     def _failed(self, job: Job, error: RecordError) -> None:
         self.num_errors += 1

@@ -20,6 +20,24 @@ class Timings:
     decode_tokens: int
 
 
+_COUNTED = {
+    "sample_idx": int,
+    "generated_ids": list,
+    "finish_reason": str,
+    "num_prompt_tokens": int,
+    "num_new_tokens": int,
+}
+_COUNTED_OF_ERRORS = {"sample_idx": int, "error_type": str}
+
+
+def is_row(value: Any) -> bool:
+    """Whether a value is a row of an output, with all that `RunSummary.add_row` and a reader of ids need."""
+    if not isinstance(value, dict):
+        return False
+    expected = _COUNTED_OF_ERRORS if "error" in value else _COUNTED
+    return all(type(value.get(name)) is kind for name, kind in expected.items())
+
+
 @dataclass
 class RunSummary:
     """Counts of one run. `errors` counts by class, `finish_reasons` counts sequences by the reason why they ended.

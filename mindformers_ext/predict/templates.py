@@ -50,12 +50,15 @@ class PromptTemplates:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     now: datetime = field(default_factory=lambda: datetime.now().replace(microsecond=0))
 
+    @property
+    def show_time(self) -> bool:
+        """Whether the prompts depend on `now`."""
+        return any("strftime_now" in (text or "") for text in (self.prompt, self.chat))
+
     def identity(self) -> dict[str, Any]:
-        """Returns what makes the prompts of two runs equal: the texts, and the day if a template shows it."""
-        shows_day = any("strftime_now" in (text or "") for text in (self.prompt, self.chat))
+        """Returns what makes the prompts of two runs equal, the time aside."""
         tokens = dict(self.special_tokens) if self.chat is not None else {}
-        day = self.now.date().isoformat() if shows_day else None
-        return {"prompt_template": self.prompt, "chat_template": self.chat, "special_tokens": tokens, "day": day}
+        return {"prompt_template": self.prompt, "chat_template": self.chat, "special_tokens": tokens}
 
     def prompt_maker(self, dataset_field: str) -> MakePrompt:
         """Returns what makes prompts of fields; see `normalize_input`.

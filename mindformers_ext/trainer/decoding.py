@@ -55,7 +55,6 @@ _UNKNOWN_FILE_KEYS = (
     "token_healing",
     "watermarking_config",
 )
-_DRAWN = "drawn for this run"
 _MODE_KEYS = ("do_sample", "num_beams", *SAMPLING_KEYS)
 _ALWAYS_SHOWN = ("do_sample", "num_beams")
 _SHOWN_IN_SAMPLING = ("temperature", "top_k", "top_p")
@@ -74,7 +73,7 @@ class Resolved:
     @property
     def seed_is_drawn(self) -> bool:
         """Whether the seed of sampling was drawn here, because nobody gave one."""
-        return self.origins.get("seed") == _DRAWN
+        return self.origins.get("seed") == DRAWN_SEED
 
     def describe(self) -> str:
         """Returns one line for the log."""
@@ -133,7 +132,7 @@ def resolve_generation(
             values[name] = getattr(section, name)
             origins.setdefault(name, "default")
     if section.do_sample and section.seed is None:
-        values["seed"], origins["seed"] = fresh_seed(), _DRAWN
+        values["seed"], origins["seed"] = fresh_seed(), DRAWN_SEED
     listed = {name: stored_ids(name, stored, path) for name in SPECIAL_KEYS}
     file = path.name if path is not None else FILE
     eos, origins["eos_token_id"] = _eos(

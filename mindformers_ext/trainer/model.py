@@ -68,9 +68,9 @@ def resolve_model_config(config: TrainConfig) -> TransformerConfig:
 
 
 def tokenizer_folder(config: TrainConfig) -> Path | None:
-    """Returns where the training tokenizer lies: ``tokenizer_path``, or beside the weights; None if neither is set."""
+    """Returns where the tokenizer lies: in training ``tokenizer_path``, else beside the weights; None without any."""
     path = config.train_dataset.dataloader.tokenizer_path
-    if path is not None:
+    if path is not None and config.run_mode == "train":
         return named_folder(path, "train_dataset.dataloader.tokenizer_path")
     return checkpoint_model_files(config) if config.checkpoint.load_path else None
 
@@ -94,7 +94,7 @@ def prompt_templates(config: TrainConfig, tokenizer: Tokenizer) -> PromptTemplat
         ValueError: there is no such template, or it cannot be one.
     """
     section = config.predict
-    folder = checkpoint_model_files(config) if config.run_mode == "predict" else tokenizer_folder(config)
+    folder = tokenizer_folder(config)
     return read_templates(section.prompt_template, section.chat_template, folder, tokenizer.named_tokens)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from numbers import Integral
 from typing import Any
 
@@ -81,6 +82,25 @@ def read_request(
         )
     decoding = _with_one_seed(context, decoding)
     return PredictionRequest(options, field, records, templates, decoding, vocab_size, model_config)
+
+
+def request_facts(request: PredictionRequest) -> dict[str, Any]:
+    """Returns what this run chose itself and the ones that go on with its job must keep: seed and time."""
+    facts: dict[str, Any] = {"seed": request.decoding.config.seed} if request.decoding.seed_is_drawn else {}
+    return facts | ({"now": request.templates.now.isoformat()} if request.templates.show_time else {})
+
+
+def with_facts(request: PredictionRequest, facts: Mapping[str, Any]) -> PredictionRequest:
+    """Returns the request with the seed and the time of the run that began its job, see `request_facts`."""
+    if request.decoding.seed_is_drawn:
+        config = request.decoding.config.updated(seed=facts["seed"])
+        request = replace(request, decoding=replace(request.decoding, config=config))
+    if request.templates.show_time and facts["now"] != request.templates.now.isoformat():
+        templates = replace(request.templates, now=datetime.fromisoformat(facts["now"]))
+        make_prompt = templates.prompt_maker(request.dataset_field)
+        records = normalize_input(request.options.input_data, request.dataset_field, make_prompt)
+        request = replace(request, templates=templates, records=records)
+    return request
 
 
 def require_same_request(context: ParallelContext, request: PredictionRequest) -> None:

@@ -46,8 +46,10 @@ from mindformers_ext.trainer.request import (
     check_files,
     inference_options,
     read_request,
+    request_facts,
     request_identity,
     require_same_request,
+    with_facts,
 )
 from mindformers_ext.trainer.saving import write_checkpoint, write_description
 from mindformers_ext.trainer.setup import TrainingRun, build_training_run, described_by
@@ -228,7 +230,7 @@ class Trainer:
                 self._context,
                 options.output,
                 lambda: request_identity(self.config, request, self._own_model or not self.is_inference),
-                {"seed": request.decoding.config.seed} if drawn else {},
+                request_facts(request),
                 self.config.predict.resume if resume is None else resume,
                 repeatable=not drawn,
                 needs_ids=collect,
@@ -238,17 +240,15 @@ class Trainer:
                 self.last_summary, outputs = job.stored(collect)
                 logger.info("%s is complete, nothing is left to do", options.output)
                 return outputs
-            return self._answer(job, request, collect)
+            return self._answer(job, with_facts(request, job.facts), collect)
 
     def _answer(self, job: BatchJob, request: PredictionRequest, collect: bool) -> list[tuple[int, list[int]]]:
         """Answers what is left of the records and publishes the output; see `inference`."""
         assert self.tokenizer is not None
         predict, options = self.config.predict, request.options
         decoding = request.decoding.config
-        if request.decoding.seed_is_drawn:
-            decoding = decoding.updated(seed=job.facts["seed"])
-            if job.num_finished:
-                logger.info("seed of sampling: %d, that of the run before", decoding.seed)
+        if request.decoding.seed_is_drawn and job.num_finished:
+            logger.info("seed of sampling: %d, that of the run before", decoding.seed)
         if predict.suppress_unnamed_tokens:
             decoding = without_unnamed_tokens(decoding, self.tokenizer, request.vocab_size)
 

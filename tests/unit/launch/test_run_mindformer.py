@@ -145,7 +145,8 @@ def test_error_records_give_exit_code_3(fake):
 def test_a_stopped_run_gives_exit_code_4_and_one_line_that_says_how_to_go_on(fake, capsys):
     fake.plan["inference"] = "stopped"
     assert run("--config", "predict.yaml") == 4
-    assert capsys.readouterr().err == "stopped: SIGTERM was received; the same command goes on from here\n"
+    told = "stopped: SIGTERM was received; finished records are kept, the next run goes on from here\n"
+    assert capsys.readouterr().err == told
 
 
 @pytest.mark.parametrize("step", ["init", "inference", "validate"])

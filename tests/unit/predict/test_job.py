@@ -217,13 +217,39 @@ def test_a_journal_without_answers_is_in_nobodys_way(tmp_path):
     assert len(run(path, identity=OTHER)[1]) == 9
 
 
-def test_a_journal_of_another_form_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"", b""), (b'"record": ', b'"hash": '), (b'"facts": ', b'"other": ')],
+    ids=["same", "lines", "head"],
+)
+def test_a_journal_of_another_form_is_refused_and_kept_whatever_its_lines_are(tmp_path, old, new):
     path, journal = tmp_path / "o.jsonl", tmp_path / "o.jsonl.journal"
     with pytest.raises(Killed):
         run(path, answer=killed_at(9))
-    journal.write_bytes(journal.read_bytes().replace(b'{"journal": 1', b'{"journal": 2', 1))
-    with pytest.raises(ValueError, match="the form of the journal was 2, is 1"):
+    before = journal.read_bytes().replace(b'{"journal": 1', b'{"journal": 2', 1).replace(old, new)
+    journal.write_bytes(before)
+    with pytest.raises(ValueError, match="has the form 2 of a journal, this version knows 1"):
         run(path)
+    assert journal.read_bytes() == before
+    assert len(run(path, resume=False)[1]) == 9 and not journal.exists()
+
+
+@pytest.mark.parametrize(
+    "lost", ["finish_reason", "num_prompt_tokens", "num_new_tokens", "generated_ids", "sample_idx"]
+)
+def test_a_record_whose_line_was_edited_beyond_use_is_answered_again(tmp_path, lost):
+    path, journal = tmp_path / "o.jsonl", tmp_path / "o.jsonl.journal"
+    with pytest.raises(Killed):
+        run(path, answer=killed_at(9))
+    lines = journal.read_text().splitlines()
+    place = next(number for number, line in enumerate(lines) if "generated_ids" in line)
+    entry = json.loads(lines[place])
+    del entry["rows"][0][lost]
+    lines[place] = json.dumps(entry)
+    journal.write_text("\n".join(lines) + "\n")
+    assert entry["index"] in run(path)[1]
+    run(tmp_path / "expected.jsonl")
+    assert path.read_bytes() == (tmp_path / "expected.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("identity", [IDENTITY, OTHER])
@@ -308,12 +334,16 @@ def test_errors_of_earlier_runs_count_in_max_errors(tmp_path):
         run(path, max_errors=2, batch_size=1)
     with pytest.raises(JobStoppedError, match="3 records have an error"):
         run(path, max_errors=3, batch_size=1)
+    before = (tmp_path / "o.jsonl.journal").read_bytes()
+    with pytest.raises(JobStoppedError, match=r"predict\.max_errors is 3; a higher one goes on"):
+        run(path, max_errors=3, answer=lambda prompts, indices: pytest.fail("a batch was answered"))
+    assert (tmp_path / "o.jsonl.journal").read_bytes() == before
 
 
 def test_on_error_abort_stops_before_the_record_is_written(tmp_path):
     run(tmp_path / "expected.jsonl")
     path = tmp_path / "o.jsonl"
-    with pytest.raises(JobStoppedError, match=r"record 0: schema: field 'instruction' is empty"):
+    with pytest.raises(JobStoppedError, match=r"record 0 has an error \(schema: field 'instruction' is empty\)"):
         run(path, on_error="abort")
     assert len((tmp_path / "o.jsonl.journal").read_text().splitlines()) == 1
     run(path)

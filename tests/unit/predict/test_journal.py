@@ -19,7 +19,9 @@ IDENTITY = {"input": {"sha256": "ab"}, "generation": {"seed": None}}
 
 
 def row(index, **fields):
-    return {"sample_idx": index, "generated_ids": [1, index], "generated_text": f"t{index}\u2028\ud800", **fields}
+    answer = {"generated_ids": [1, index], "generated_text": f"t{index}\u2028\ud800"}
+    counts = {"finish_reason": "length", "num_prompt_tokens": 1, "num_new_tokens": 1}
+    return {"sample_idx": index, **answer, **counts, **fields}
 
 
 def begin(path, indices=range(4)):

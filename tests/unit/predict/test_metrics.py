@@ -139,6 +139,27 @@ def test_progress_in_a_log_is_a_line_every_half_minute(caplog):
     ]
 
 
+def test_a_run_that_goes_on_tells_the_time_that_is_left_once_it_has_answered_something(caplog):
+    now = [0.0]
+    summary = RunSummary()
+    with caplog.at_level("INFO"), Progress(True, total=40, terminal=False, clock=lambda: now[0]) as progress:
+        for _ in range(20):
+            now[0] += 1.0
+            summary.num_resumed += 1
+            progress.update(1, summary)
+        summary.errors["schema"] += 1
+        progress.update(1, summary)
+        assert not caplog.records
+        now[0] = 30.0
+        progress.update(0, summary)
+        summary.add_answer(60)
+        progress.update(1, summary)
+    assert [record.message for record in caplog.records] == [
+        "predict: 21 of about 40 records, 0.0 tokens/s in, 0.0 out, 1 errors",
+        "predict: 22 of about 40 records, 2.0 tokens/s in, 0.0 out, 1 errors, about 4:30 left",
+    ]
+
+
 def test_records_are_estimated_without_reading_them(tmp_path):
     lines, rest = tmp_path / "a.jsonl", tmp_path / "b.json"
     lines.write_text('{"a": 1}\n{"a": 2}')

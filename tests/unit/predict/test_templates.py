@@ -147,11 +147,12 @@ def test_templates_that_cannot_be_meant_are_refused(tmp_path, monkeypatch):
         PromptTemplates("\n{% endif %}").prompt_maker("instruction")
 
 
-def test_the_identity_changes_with_text_tokens_and_the_day_that_is_shown():
+def test_the_identity_changes_with_text_and_tokens_and_the_time_is_known_to_be_shown():
     plain = PromptTemplates("{{ a }}")
     assert plain.identity() == PromptTemplates("{{ a }}", special_tokens={"bos_token": "x"}).identity()
     day = PromptTemplates("{{ strftime_now('%Y-%m-%d') }}")
-    assert day.identity()["day"] == day.now.date().isoformat() == prompts("x", day.prompt, now=day.now)[0]
+    assert day.show_time and PromptTemplates(None, day.prompt).show_time and not plain.show_time
+    assert prompts("x", day.prompt, now=day.now)[0] == day.now.date().isoformat()
     kinds = [plain, PromptTemplates("{{ b }}"), PromptTemplates(None, "{{ a }}"), day]
     kinds.append(PromptTemplates(None, "{{ a }}", {"bos_token": "x"}))
     assert len({json.dumps(kind.identity()) for kind in kinds}) == len(kinds)

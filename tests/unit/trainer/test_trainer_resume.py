@@ -1,14 +1,16 @@
 """inference() that is stopped and called again, with a model that transformers wrote."""
 
+import datetime
 import json
 import os
 import pathlib
 import shutil
 import signal
+import types
 
 import pytest
 
-from mindformers_ext.predict import JobStoppedError
+from mindformers_ext.predict import JobStoppedError, templates
 from mindformers_ext.trainer import Trainer, inference
 
 CHECKPOINT = pathlib.Path(__file__).parents[2] / "data" / "checkpoints" / "qwen3"
@@ -77,6 +79,35 @@ def test_a_stopped_run_without_a_seed_goes_on_with_the_one_that_it_drew(stopped)
     seed = second.last_summary.seed
     assert Trainer(config(do_sample=True, seed=seed)).inference(output="expected.jsonl") == outputs
     assert pathlib.Path("o.jsonl").read_bytes() == pathlib.Path("expected.jsonl").read_bytes()
+
+
+def test_a_run_that_goes_on_the_next_day_shows_its_templates_the_day_of_the_first(stopped, monkeypatch):
+    def tell(day):
+        now = datetime.datetime(2031, 5, day, 23)
+        monkeypatch.setattr(templates, "datetime", types.SimpleNamespace(now=lambda: now))
+
+    template = {"prompt_template": "{{ strftime_now('%d.%m.%Y %H') }} {{ record.instruction }}"}
+    tell(6)
+    with pytest.raises(JobStoppedError):
+        Trainer(config(predict=template)).inference()
+    expected = Trainer(config(predict=template)).inference(output="expected.jsonl")
+    tell(7)
+    again = Trainer(config(predict=template))
+    assert again.inference() == expected and again.last_summary.num_resumed == 2
+    assert again.inference() == expected
+    assert again.inference(output="later.jsonl") != expected
+
+
+def test_a_tokenizer_for_training_in_the_yaml_is_not_taken_for_that_of_the_prediction(stopped, tmp_path):
+    for name in ("model", "other"):
+        shutil.copytree(CHECKPOINT, tmp_path / name)
+    described = config("model") | {"train_dataset": {"dataloader": {"type": "JsonlDataset", "tokenizer_path": "other"}}}
+    with pytest.raises(JobStoppedError):
+        Trainer(described).inference()
+    file = tmp_path / "model" / "tokenizer_config.json"
+    file.write_text(file.read_text() + " ")
+    with pytest.raises(ValueError, match=r"tokenizer\.tokenizer_config\.json was"):
+        Trainer(described).inference()
 
 
 def test_everything_that_rows_depend_on_is_told_apart(stopped, tmp_path):
