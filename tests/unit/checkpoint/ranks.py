@@ -4,11 +4,11 @@ import json
 import pathlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 
 from mindformers_ext.checkpoint import Part, load_weights
+from mindformers_ext.config.schema import ParallelismSection
 from mindformers_ext.models import transformer_config, weight_layout
 from mindformers_ext.models.shard import shard_of
 from mindformers_ext.parallel import ParallelDims, groups
@@ -18,7 +18,7 @@ CHECKPOINTS = pathlib.Path(__file__).parents[2] / "data" / "checkpoints"
 
 
 def dims_of(size, tp=1, pp=1, fsdp=1, ep=1, cp=1):
-    degrees = SimpleNamespace(
+    degrees = ParallelismSection(
         data_parallel_shard=fsdp, tensor_parallel=tp, context_parallel=cp, pipeline_parallel=pp, expert_parallel=ep
     )
     return ParallelDims.from_config(degrees, size)
