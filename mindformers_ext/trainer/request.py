@@ -15,7 +15,7 @@ from mindformers_ext.parallel.agreement import require_same
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import PromptTemplates, Record, Tokenizer, normalize_input, reads_stdin
 from mindformers_ext.predict.metrics import check_outputs
-from mindformers_ext.runtime import world_size
+from mindformers_ext.runtime import logger, world_size
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.fingerprint import fingerprint, input_fingerprint
 from mindformers_ext.trainer.identity import run_identity, unrepeatable
@@ -73,6 +73,8 @@ def read_request(
     if options.output:
         check_outputs(options.output, options.input_data, protected_files(config), config.predict.metrics_file)
     records, templates = open_input(config, tokenizer, options.input_data, field)
+    if options.output and reads_stdin(options.input_data):
+        logger.warning("standard input cannot be read again: a run that is stopped starts over; give long ones a file")
     vocab_size = getattr(model_config, "vocab_size", tokenizer.vocab_size)
     folder = checkpoint_model_files(config) if config.checkpoint.load_path else None
     decoding = resolve_generation(config.generation, options.max_new_tokens, tokenizer, folder, vocab_size, generation)
