@@ -66,7 +66,7 @@ def trainer_of(load_path: pathlib.Path, layout: dict[str, Any], redundant: bool 
         "checkpoint": {"load_path": str(load_path), "remove_redundancy": not redundant},
         "parallelism": layout,
         "inference": {"input_data": [case["prompt"] for case in prompts], "max_new_tokens": 12, "batch_size": 3},
-        "predict": {"progress": False},
+        "predict": {"progress": False, "resume": False},
     }
     return Trainer(config)
 

@@ -125,7 +125,7 @@ def predict(checkpoint: pathlib.Path, decoding: str, output: pathlib.Path, long:
             "output": str(output),
         },
         "generation": DECODINGS[decoding],
-        "predict": {"progress": False},
+        "predict": {"progress": False, "resume": False},
     }
     Trainer(config).inference(collect=False)
 

@@ -139,11 +139,11 @@ def read_metadata(path: Path, present: Sequence[str]) -> dict[str, CutTensor]:
     for name, entry in described.items():
         try:
             tensors[name] = _cut_tensor(name, _object(entry, path, name), stored)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"{path}: the description of {name} is damaged ({error!r})") from error
         except CheckpointError as error:
             problems.add("tensors whose pieces do not fit together", str(error))
             continue
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{path}: the description of {name} is damaged ({error!r})") from error
         for file in sorted(tensors[name].files):
             if not rank_files([file], "model") and not rank_files([file], "opt"):
                 problems.add("files that are no rank files", f"{file!r} (for {name})")

@@ -81,9 +81,9 @@ def share_tensors(everyone: Sequence[Mapping[str, Held]], remove_redundancy: boo
             for rank in holders:
                 loads[rank] += size
     # Pieces that few ranks hold come first, and large ones before small ones, so that the loads end alike.
-    for _, size, name, piece, holders in sorted(chosen):
+    for _, minus_size, name, piece, holders in sorted(chosen):
         writer = min(holders, key=lambda rank: (loads[rank], rank))
-        loads[writer] -= size
+        loads[writer] -= minus_size
         writers[name][piece] = (writer,)
     return [_with_writers(grid, tuple(writers[grid.name])) for grid in grids]
 

@@ -1,7 +1,7 @@
 """Collective operations: the only module that communicates.
 
 On Ascend they are MindSpore's own. On CPUs they go over the connections of `mesh`: MindSpore 2.10 has little more than
-the sum of float32 there, and no way to end a call whose peers have failed.
+the sum of float32 there, and no way to end a call whose peers have failed. `sum_collectives` makes do with that sum.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 from mindspore.common._grad_function import _Function
 
-from mindformers_ext.ops.backend import recording_gradient
+from mindformers_ext.ops.backend import device_target, recording_gradient
 from mindformers_ext.parallel.mesh import Mesh, PeerError, PeerLostError, Report
+from mindformers_ext.parallel.sum_collectives import SumCollectives
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "barrier")
 # Up to here all ranks send everything to each other: one exchange in place of two.
@@ -118,9 +119,9 @@ class Group:
             name: name of the group.
             ranks: global ranks of the members, in their order in the group.
             rank: global rank of this process.
-            communicator: MindSpore's name of the group, made beforehand; empty on CPUs and where there is one member.
+            communicator: MindSpore's name of the group, made beforehand; empty with a mesh, and for one member.
             traffic: where calls are counted.
-            mesh: the connections of this process, on CPUs.
+            mesh: the connections of this process, where calls go over them.
         """
         self.name = name
         self.ranks = tuple(ranks)
@@ -134,6 +135,8 @@ class Group:
     def _device(self) -> _Collectives:
         if self._mesh is not None:
             return _CpuCollectives(self._mesh, self.name, self.ranks, self.rank)
+        if device_target() == "CPU":
+            return SumCollectives(self._communicator, self.rank, self.size)
         return _NativeCollectives(self._communicator, self.ranks)
 
     @contextmanager
@@ -346,17 +349,18 @@ class _CpuCollectives:
         result = np.empty_like(flat)
         result[bounds[self._index] : bounds[self._index + 1]] = _summed(self._scatter("all_reduce", parts))
         slots = [result[begin:end] for begin, end in itertools.pairwise(bounds)]
-        self._call("all_reduce", dict.fromkeys(self._others, slots[self._index]), slots)
+        others = {other: slots[other] for other in self._others}
+        self._call("all_reduce", dict.fromkeys(self._others, slots[self._index]), others)
         return result.reshape(array.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return Tensor.from_numpy(self._gather("all_gather", _array(x)))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return Tensor.from_numpy(_summed(self._scatter("reduce_scatter", list(_array(x)))))
+        return Tensor.from_numpy(_summed(self._scatter("reduce_scatter", _array(x))))
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        return Tensor.from_numpy(self._scatter("all_to_all", list(_array(x))))
+        return Tensor.from_numpy(self._scatter("all_to_all", _array(x)))
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         if self._index == source:
@@ -379,25 +383,28 @@ class _CpuCollectives:
         """Returns the arrays of all ranks, ``[size, *array.shape]``."""
         result = np.empty((len(self._ranks), *array.shape), array.dtype)
         result[self._index] = array
-        self._call(collective, dict.fromkeys(self._others, array), result)
+        self._call(collective, dict.fromkeys(self._others, array), self._slots(result))
         return result
 
-    def _scatter(self, collective: str, parts: list[np.ndarray]) -> np.ndarray:
+    def _scatter(self, collective: str, parts: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
         """Gives part j to rank j; returns what all ranks gave this one, in their order."""
         mine = parts[self._index]
         result = np.empty((len(self._ranks), *mine.shape), mine.dtype)
         result[self._index] = mine
-        self._call(collective, {other: parts[other] for other in self._others}, result)
+        self._call(collective, {other: parts[other] for other in self._others}, self._slots(result))
         return result
 
-    def _call(self, collective: str, sends: Mapping[int, np.ndarray], receives: Any) -> None:
-        """Exchanges arrays by index in the group; `receives` is a mapping or has a slot for each rank."""
-        wanted = receives if isinstance(receives, dict) else {other: receives[other] for other in self._others}
+    def _slots(self, result: np.ndarray) -> dict[int, np.ndarray]:
+        """The places of the other ranks in ``[size, ...]``: slices, as an element of a vector would be a copy."""
+        return {other: result[other : other + 1] for other in self._others}
+
+    def _call(self, collective: str, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> None:
+        """Exchanges arrays by index in the group."""
         self._mesh.exchange(
             _KINDS.index(collective) + 1,
             self._number,
             {self._ranks[other]: array for other, array in sends.items()},
-            {self._ranks[other]: array for other, array in wanted.items()},
+            {self._ranks[other]: array for other, array in receives.items()},
         )
 
 
@@ -457,14 +464,18 @@ class _NativeCollectives:
 
 def _summed(parts: np.ndarray) -> np.ndarray:
     """Returns the sum over the first dimension, one after the other: integers wrap around."""
-    total = parts[0].copy()
+    total = np.array(parts[0])
     for part in parts[1:]:
         total += part
     return total
 
 
 def _array(x: Tensor) -> np.ndarray:
-    return np.ascontiguousarray(x.asnumpy())
+    return _contiguous(x.asnumpy())
+
+
+def _contiguous(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(array.shape)  # numpy makes a vector of a scalar
 
 
 def _check_summed(x: Any) -> None:
@@ -481,7 +492,7 @@ def _nbytes(x: Any) -> int:
 
 
 def _tensor(x: Any) -> Tensor:
-    return x if isinstance(x, Tensor) else Tensor.from_numpy(np.ascontiguousarray(x))
+    return x if isinstance(x, Tensor) else Tensor.from_numpy(_contiguous(x))
 
 
 def _like(x: Any, result: Tensor) -> Any:

@@ -109,10 +109,11 @@ def single() -> ParallelContext:
 def init_parallel(dims: ParallelDims) -> ParallelContext:
     """Joins the job that msrun started and makes every group of ``dims``, in one order on all ranks.
 
-    May be called again for another layout of the same job.
+    May be called again for another layout of the same job. On CPUs, MINDFORMERS_EXT_COLLECTIVES=mindspore has MindSpore
+    sum in place of `mesh`: slower, and a rank that fails leaves the others waiting until MindSpore gives up.
 
     Raises:
-        ValueError: the job has another number of processes than ``dims``.
+        ValueError: the job has another number of processes than ``dims``, or the variable another value.
         RuntimeError: MindSpore could not join the job or make a group.
         ConnectionError: another process of the job cannot be reached.
     """
@@ -123,12 +124,21 @@ def init_parallel(dims: ParallelDims) -> ParallelContext:
     processes = communication.get_group_size()
     if processes != dims.world_size:
         raise ValueError(f"the layout has {dims.world_size} ranks, but the job has {processes} processes")
-    if device_target() == "CPU":
+    if _uses_mesh():
         if not _meshes:
             _meshes.append(_connected(communication.get_rank(), processes))
         return _context(dims, communication.get_rank(), _meshes[0])
     _communicators.setdefault(tuple(range(processes)), communication.GlobalComm.WORLD_COMM_GROUP)
     return _context(dims, communication.get_rank())
+
+
+def _uses_mesh() -> bool:
+    if device_target() != "CPU":
+        return False
+    wanted = os.environ.get("MINDFORMERS_EXT_COLLECTIVES", "")
+    if wanted not in ("", "mindspore"):
+        raise ValueError(f"MINDFORMERS_EXT_COLLECTIVES must be mindspore or not set, not {wanted!r}")
+    return not wanted
 
 
 def _connected(rank: int, processes: int) -> Mesh:

@@ -11,22 +11,26 @@ seconds, and one that makes another call in its place gives them wrong sums with
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import select
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-_MOST_REPORT_BYTES = 1 << 20
 _DISCARD_BYTES = 1 << 16
 _HELLO = struct.Struct("!16sI")
 _CONNECT_SECONDS = 120.0
+_HELLO_SECONDS = 10.0
 _TRIES_BEFORE_SLEEP = 20
+# A host that vanishes closes nothing: after 60 s of silence it is asked, and 10 questions later taken for lost.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 30, socket.TCP_KEEPCNT: 10}
 TOKEN_BYTES = 16
 
 Report: TypeAlias = dict[str, Any] | None
@@ -84,6 +88,9 @@ class _Peer:
     def __init__(self, rank: int, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self.rank = rank
         self.connection = connection
         self.lost = False
@@ -167,7 +174,7 @@ class _Peer:
         return True
 
     def _choose_target(self, head: _Head, epoch: int, ending: bool) -> None:
-        if head.kind == 0 and head.epoch == epoch and head.size <= _MOST_REPORT_BYTES:
+        if head.kind == 0 and head.epoch == epoch:
             self._report_bytes = bytearray(head.size)
             self._filling = memoryview(self._report_bytes)
         elif self._expected is not None and head == self._expected[0]:
@@ -300,10 +307,11 @@ class Mesh:
         """Moves data until the queues of `senders` are empty and what is expected of `receivers` is here."""
         tries = 0
         while True:
+            # Reading may raise: then this rank waits for nobody.
+            self.waiting_for = ()
             senders = [peer for peer in senders if not peer.flush()]
             receivers = [peer for peer in receivers if not peer.read(self._epoch, ending)]
             if not senders and not receivers:
-                self.waiting_for = ()
                 return
             self.waiting_for = tuple(peer.rank for peer in receivers or senders)
             if tries < _TRIES_BEFORE_SLEEP:
@@ -348,9 +356,10 @@ def connect(rank: int, addresses: Sequence[tuple[str, int]], listener: socket.so
             raise ConnectionError(f"rank {rank} cannot reach rank {other} at {host}:{port}: {error}") from None
         connection.sendall(_HELLO.pack(token, rank))
         connections[other] = connection
-    listener.settimeout(_CONNECT_SECONDS)
+    deadline = time.monotonic() + _CONNECT_SECONDS
     with listener:
         while len(connections) < len(addresses) - 1:
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
@@ -366,11 +375,15 @@ def connect(rank: int, addresses: Sequence[tuple[str, int]], listener: socket.so
 
 def _caller(connection: socket.socket, token: bytes) -> int | None:
     """Returns the rank that a new connection comes from; None if it does not know the secret."""
-    connection.settimeout(10.0)
+    connection.settimeout(_HELLO_SECONDS)
+    hello = b""
     try:
-        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+        while len(hello) < _HELLO.size:
+            piece = connection.recv(_HELLO.size - len(hello))
+            if not piece:
+                return None
+            hello += piece
     except OSError:
         return None
-    if len(hello) != _HELLO.size or hello[:TOKEN_BYTES] != token:
-        return None
-    return int(_HELLO.unpack(hello)[1])
+    secret, rank = _HELLO.unpack(hello)
+    return int(rank) if hmac.compare_digest(secret, token) else None

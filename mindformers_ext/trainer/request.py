@@ -11,7 +11,7 @@ from typing import Any
 
 from mindformers_ext.checkpoint import weights_digest
 from mindformers_ext.config import InferenceSection, TrainConfig
-from mindformers_ext.parallel.agreement import require_same
+from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import PromptTemplates, Record, Tokenizer, normalize_input, reads_stdin
 from mindformers_ext.predict.metrics import check_outputs
@@ -68,16 +68,20 @@ def read_request(
     Raises:
         ValueError: an output that would harm another file, or an option out of range.
         FileNotFoundError: the input looks like a path and does not exist.
+        PeerError: either of them on another rank.
     """
     field = config.predict.dataset_field if dataset_field is None else dataset_field
-    if options.output:
-        check_outputs(options.output, options.input_data, protected_files(config), config.predict.metrics_file)
-    records, templates = open_input(config, tokenizer, options.input_data, field)
+    vocab_size = getattr(model_config, "vocab_size", tokenizer.vocab_size)
+    with failing_together(context):
+        if options.output:
+            check_outputs(options.output, options.input_data, protected_files(config), config.predict.metrics_file)
+        records, templates = open_input(config, tokenizer, options.input_data, field)
+        folder = checkpoint_model_files(config) if config.checkpoint.load_path else None
+        decoding = resolve_generation(
+            config.generation, options.max_new_tokens, tokenizer, folder, vocab_size, generation
+        )
     if options.output and reads_stdin(options.input_data):
         logger.warning("standard input cannot be read again: a run that is stopped starts over; give long ones a file")
-    vocab_size = getattr(model_config, "vocab_size", tokenizer.vocab_size)
-    folder = checkpoint_model_files(config) if config.checkpoint.load_path else None
-    decoding = resolve_generation(config.generation, options.max_new_tokens, tokenizer, folder, vocab_size, generation)
     decoding = _with_one_seed(context, decoding)
     return PredictionRequest(options, field, records, templates, decoding, vocab_size, model_config)
 

@@ -17,7 +17,7 @@ from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
-from mindformers_ext.predict import RunSummary, Tokenizer
+from mindformers_ext.predict import JobStoppedError, RunSummary, Tokenizer
 from mindformers_ext.predict.metrics import Latencies
 from mindformers_ext.predict.progress import estimate_total
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
@@ -207,40 +207,38 @@ class Trainer:
         Raises:
             ValueError: an argument out of range, a checkpoint that does not fit, or an output that would overwrite one
                 of the run's own files, that another run is writing or that has the journal of another job.
-            JobStoppedError: the run ended early (a signal, ``predict.max_errors``, a full disk, a lost rank); the same
-                call goes on where it ended.
+            JobStoppedError: the run ended early (a signal, ``predict.max_errors``, a full disk); the same call goes on
+                where it ended.
+            PeerError: another rank refused the request, or could not read the checkpoint.
+            PeerLostError: another rank has ended, or failed for good; the same call goes on where the run ended.
             TypeError: an argument of a type that cannot be meant.
             FileNotFoundError: the input looks like a path and does not exist.
         """
         if self.tokenizer is None:
             raise ValueError("inference() needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
         self._validate_pp_inference()
-        request = read_request(
-            self.config,
-            self.tokenizer,
-            self._model_config,
-            self._context,
-            inference_options(self.config, input_data, max_new_tokens, output, batch_size),
-            dataset_field,
-            generation,
-        )
-        logger.info("decoding: %s", request.decoding.describe())
-        with self._starting("comparing the settings of all ranks"):
+        options = inference_options(self.config, input_data, max_new_tokens, output, batch_size)
+        with self._waiting("comparing the settings of all ranks", "start_timeout"):
+            request = read_request(
+                self.config, self.tokenizer, self._model_config, self._context, options, dataset_field, generation
+            )
             require_same_request(self._context, request)
+        logger.info("decoding: %s", request.decoding.describe())
         drawn = request.decoding.seed_is_drawn
-        job = open_batch_job(
-            self._context,
-            request.options.output,
-            lambda: request_identity(self.config, request, has_own_weights=self._own_model or not self.is_inference),
-            request_facts(request),
-            self.config.predict.resume if resume is None else resume,
-            repeatable=not drawn,
-            needs_ids=collect,
-        )
+        with self._waiting("opening the output", "start_timeout"):
+            job = open_batch_job(
+                self._context,
+                options.output,
+                lambda: request_identity(self.config, request, self._own_model or not self.is_inference),
+                request_facts(request),
+                self.config.predict.resume if resume is None else resume,
+                repeatable=not drawn,
+                needs_ids=collect,
+            )
         with job:
             if job.is_complete:
                 self.last_summary, outputs = job.stored(collect)
-                logger.info("%s is complete, nothing is left to do", request.options.output)
+                logger.info("%s is complete, nothing is left to do", options.output)
                 return outputs
             return self._answer(job, with_facts(request, job.facts), collect)
 
@@ -253,6 +251,11 @@ class Trainer:
             logger.info("seed of sampling: %d, that of the run before", decoding.seed)
         if predict.suppress_unnamed_tokens:
             decoding = without_unnamed_tokens(decoding, self.tokenizer, request.vocab_size)
+
+        def agree(reason: JobStoppedError | None) -> None:
+            with self._waiting("waiting for all ranks after a batch", "step_timeout"):
+                job.agree(reason)
+
         stats, latencies = GenerationStats(), Latencies()
         meter = RunMeter(self.model, self._context)
         result = generate_from_records(
@@ -278,7 +281,7 @@ class Trainer:
             on_error=predict.on_error,
             max_errors=predict.max_errors,
             prepare=self._load_inference_checkpoint,
-            agree=job.agree,
+            agree=agree,
         )
         self.last_summary, outputs = job.publish(result, collect)
         self.last_summary.seed = decoding.seed
@@ -301,10 +304,10 @@ class Trainer:
         """A limit of the watchdog, and its name; training is not watched."""
         return getattr(self.config.predict, key) if self.is_inference else 0.0, f"predict.{key}"
 
-    def _starting(self, name: str) -> AbstractContextManager[None]:
-        """Watches a step before the first batch."""
+    def _waiting(self, name: str, key: str) -> AbstractContextManager[None]:
+        """Watches a step in which ranks wait for each other, with the limit ``predict.<key>``."""
         world = self._context.world
-        return self._watchdog.phase(name, *self._limit("start_timeout"), waiting_for=lambda: world.waiting_for)
+        return self._watchdog.phase(name, *self._limit(key), waiting_for=lambda: world.waiting_for)
 
     def _watched(self, stats: GenerationStats) -> Watch:
         """Returns what watches the answering of a batch of these records, the first one with more patience."""
@@ -401,7 +404,7 @@ class Trainer:
         """Fills the model from ``checkpoint.load_path``, once."""
         if self._weights_loaded:
             return
-        with self._starting("loading the checkpoint"), failing_together(self._context):
+        with self._waiting("loading the checkpoint", "start_timeout"), failing_together(self._context):
             world = self._context.world
             load_model_weights(self.model, self.config.checkpoint.load_path, (world.rank, world.size))
         self._weights_loaded = True

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,10 +25,11 @@ def launch(folder, action=""):
 
 
 def check_files(folder):
-    """The older output is untouched; the rows of the first batch are in the partial file."""
+    """The older output is untouched; the records of the batches before that of record 3 are in the journal."""
     assert (folder / "result.jsonl").read_text() == OLD
-    lines = (folder / "result.jsonl.partial").read_text().splitlines()
-    assert [json.loads(line)["sample_idx"] for line in lines] == [0, 1]
+    header, *lines = (folder / "result.jsonl.journal").read_text().splitlines()
+    assert header.startswith('{"journal":')
+    assert {json.loads(line)["index"] for line in lines} == {0, 1, 2, 4}
 
 
 def test_a_fault_of_one_rank_costs_one_record_or_is_told_by_all_ranks(tmp_path):
@@ -40,6 +42,7 @@ def test_a_fault_of_one_rank_costs_one_record_or_is_told_by_all_ranks(tmp_path):
         "pp2: one record failed on rank 1, forward 2, forward",
         "fsdp2: one record failed on rank None, forward 2, forward",
         "batch_size was refused",
+        "the missing input was noticed",
         "unreadable weights were noticed",
     ):
         assert line in done.stdout
@@ -49,7 +52,7 @@ def test_a_fault_of_one_rank_costs_one_record_or_is_told_by_all_ranks(tmp_path):
 def test_a_mistake_of_the_program_on_one_rank_ends_the_job_with_rank_records_and_reason(tmp_path):
     done = launch(tmp_path, "raise")
     assert done.returncode in (1, 5), done.stderr
-    assert "rank 1 failed: injected mistake (TypeError, with records 2, 3)" in done.stdout
+    assert re.search(r"rank 1 failed: injected mistake \(TypeError, with records [0-9, ]*3[0-9, ]*\)", done.stdout)
     assert "TypeError: injected mistake" in done.stderr and "failing_attend" in done.stderr
     check_files(tmp_path)
 
@@ -68,6 +71,6 @@ def test_a_rank_that_stands_still_ends_the_job_and_is_named(tmp_path):
     (message,) = (line for line in done.stderr.splitlines() if line.startswith("error: rank 0"))
     assert "nothing has moved for" in message and "it waits for rank 1" in message
     assert "(limit: predict.step_timeout 8 s)" in message
-    assert "in phase 'answering' at step" in message and "of records 2, 3" in message
+    assert re.search(r"in phase 'answering' at step \d+ of records [0-9, ]*3", message)
     assert "rank 1 (" in message and "gave no sign of life for" in message
     check_files(tmp_path)

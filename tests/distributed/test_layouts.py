@@ -49,18 +49,13 @@ def test_every_kind_of_layer_works_in_layouts_of_two_ranks():
     assert set(results.values()) == {"equal"}
 
 
-def test_products_of_layouts_give_the_same_files():
-    layouts = ["tp2pp2", "fsdp2tp2", "cp2pp2", "tp2cp2", "cp4hybrid", "cp4ulysses", "fsdp4ep4", "tp2pp2ep2", "fsdp4"]
-    families = ["qwen3_moe", "qwen3_5"]
-    results = check(4, families, ["dp4", *layouts], ["greedy"])
-    found = by_layout(results, "result")
-    for layout in ("fsdp4ep4", "tp2pp2ep2"):
-        assert "a qwen3_5_text has no experts" in found.pop((layout, "qwen3_5"))
-    assert set(found.values()) == {"equal"}
+def test_products_with_layers_that_pass_a_state_on_give_the_same_files():
+    results = check(4, ["qwen3_5"], ["cp2pp2", "tp2cp2", "cp4hybrid"], ["greedy"])
+    assert {entry["result"] for entry in results} == {"equal"}
 
 
 def test_layouts_of_eight_ranks_give_the_same_files():
-    layouts = ["dp8", "tp8", "tp2cp2pp2", "fsdp2tp2cp2ep8"]
+    layouts = ["tp8", "tp2cp2pp2", "fsdp2tp2cp2ep8"]
     results = check(8, ["qwen3_moe"], layouts, ["greedy"])
     assert {entry["result"] for entry in results} == {"equal"}
 
@@ -71,6 +66,7 @@ def test_products_of_layouts_split_weights_cache_and_forwards():
         "fsdp2tp2",
         "cp2pp2",
         "tp2cp2",
+        "cp4ulysses",
         "ep4fsdp4",
         "tp2ep2pp2",
         "fsdp4",

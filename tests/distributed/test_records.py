@@ -50,7 +50,7 @@ def test_the_file_is_that_of_one_process_with_each_record_once(folders, name, ro
     found = (many / f"{name}.jsonl").read_bytes()
     assert len(found.splitlines()) == rows
     assert found == (one / f"{name}.jsonl").read_bytes()
-    assert not (many / f"{name}.jsonl.partial").exists()
+    assert not (many / f"{name}.jsonl.journal").exists()
 
 
 def test_the_answers_of_shards_really_end_at_different_steps(folders):

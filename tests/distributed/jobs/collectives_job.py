@@ -1,5 +1,7 @@
 """Runs on 4 ranks: every collective on groups of 4 and 2 ranks, against numpy. Prints one line when all are right."""
 
+import os
+
 import numpy as np
 from mindspore import Tensor
 
@@ -127,8 +129,7 @@ def check_agreement(context):
         assert str(error) == "rank 1 failed: no file 1"
 
 
-def main():
-    setup_runtime("CPU")
+def check_layouts():
     context = init_parallel(ParallelDims(dp_replicate=2, dp_shard=1, cp=1, tp=2, pp=1, ep=1, world_size=4))
     assert context.tp.ranks == ((0, 1), (0, 1), (2, 3), (2, 3))[context.rank]
     assert context.dp.ranks == ((0, 2), (1, 3), (0, 2), (1, 3))[context.rank]
@@ -148,7 +149,15 @@ def main():
     if line.next_stage is not None:
         line.next_stage.send(token + 1, 1)
     assert token[0] == line.rank
-    print("all collectives are right", flush=True)
+
+
+def main():
+    setup_runtime("CPU")
+    check_layouts()
+    print("all collectives over connections are right", flush=True)
+    os.environ["MINDFORMERS_EXT_COLLECTIVES"] = "mindspore"
+    check_layouts()
+    print("all collectives by MindSpore's sums are right", flush=True)
 
 
 main()

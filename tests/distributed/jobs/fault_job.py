@@ -92,13 +92,13 @@ def check_record(layout, failing_rank, forward, error, kind):
     trainer = build(layout)
     with Fault(failing_rank, forward, raising(error)) as fault:
         fault.watch(trainer.model)
-        trainer.inference(PROMPTS, output=output)
+        trainer.inference(PROMPTS, output=output, resume=False)
     assert trainer.last_summary.num_errors == 1
-    trainer.inference(PROMPTS, output=expected)
+    trainer.inference(PROMPTS, output=expected, resume=False)
     if rank() == 0:
         found, wanted = rows(output), rows(expected)
-        assert (found[BAD]["error_type"], "injected" in found[BAD]["error"]) == (kind, True), found[BAD]
-        assert failing_rank is HOLDER or ("rank 1 failed" in found[BAD]["error"]) == (failing_rank == 1), found[BAD]
+        assert found[BAD]["error_type"] == kind, found[BAD]
+        assert found[BAD]["error"] == f"{type(error).__name__}: injected", found[BAD]
         assert found[:BAD] + found[BAD + 1 :] == wanted[:BAD] + wanted[BAD + 1 :]
     print(f"{layout}: one record failed on rank {failing_rank}, forward {forward}, {kind}", flush=True)
 
@@ -123,8 +123,20 @@ def check_settings():
         raise AssertionError("different batch sizes were not refused")
     except ValueError as error:
         assert str(error).endswith("batch_size is 2 on rank 0, 3 on rank 1"), error
-    assert not (FOLDER / "unused.jsonl.partial").exists()
+    assert not (FOLDER / "unused.jsonl.journal").exists()
     print("batch_size was refused", flush=True)
+
+
+def check_input():
+    """A rank that does not see the input: all refuse, and say which."""
+    trainer = build("tp2")
+    try:
+        trainer.inference(FOLDER / f"input_{rank()}.jsonl", output=FOLDER / "unused.jsonl")
+        raise AssertionError("a missing input was not noticed")
+    except (FileNotFoundError, RuntimeError) as error:
+        assert (rank() == 1) == isinstance(error, FileNotFoundError), error
+        assert rank() == 1 or str(error).startswith("rank 1 failed: ") and "input_1.jsonl" in str(error), error
+    print("the missing input was noticed", flush=True)
 
 
 def check_unreadable():
@@ -133,10 +145,10 @@ def check_unreadable():
 
     original = module.load_model_weights
 
-    def load(model, path):
+    def load(model, path, share):
         if rank() == 1:
             raise PermissionError(13, "Permission denied", f"{path}/model.safetensors")
-        return original(model, path)
+        return original(model, path, share)
 
     trainer = build("tp2")
     module.load_model_weights = load
@@ -162,6 +174,7 @@ def end_in(act, **predict):
 
 
 def main():
+    (FOLDER / "input_0.jsonl").write_text('{"instruction": "one"}\n')
     action = sys.argv[2] if len(sys.argv) > 2 else ""
     if action == "raise":
         return end_in(raising(TypeError("injected mistake")))
@@ -171,6 +184,7 @@ def main():
         return end_in(lambda: os.kill(os.getpid(), signal.SIGSTOP), step_timeout=8)
     check_records()
     check_settings()
+    check_input()
     check_unreadable()
     return 0
 

@@ -133,6 +133,10 @@ def damaged(described, storage):
     del described["w"]["properties"]
 
 
+def no_number(described, storage):
+    described["w"]["global_shape"] = ["eight", 4]
+
+
 def not_there(described, storage):
     del described["w"]
 
@@ -149,6 +153,7 @@ def not_there(described, storage):
         (other_shape, r"w \[8, 4\] is said to lie in pieces of \[2, 4\], \[4, 4\], but"),
         (unknown_type, r"w has the unknown type 'Float5'"),
         (damaged, r"the description of w is damaged"),
+        (no_number, r"the description of w is damaged"),
         (not_there, r"tensors missing from metadata\.json \(1\): w"),
     ],
 )

@@ -1,5 +1,7 @@
 """Groups of one process, the order of their creation on many, counters, failures, and agreement."""
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +11,7 @@ from mindspore import Tensor
 from mindformers_ext.parallel import AXES, ParallelDims, groups
 from mindformers_ext.parallel.agreement import PeerError, failing_together, first_error, require_same
 from mindformers_ext.parallel.collectives import Group, Traffic
+from mindformers_ext.parallel.mesh import Mesh
 
 
 @pytest.mark.parametrize("make", [lambda x: x, Tensor], ids=["array", "tensor"])
@@ -32,6 +35,30 @@ def test_a_group_of_one_gives_back_what_it_gets_and_counts_nothing(make):
     assert group.any(True) and not group.any(False)
     assert context.traffic.counts == {}
     assert context.previous_stage is None and context.next_stage is None
+
+
+@pytest.mark.parametrize("make", [np.asarray, Tensor], ids=["array", "tensor"])
+def test_scalars_and_vectors_of_one_element_a_rank_travel_like_larger_arrays(make, monkeypatch):
+    monkeypatch.setattr(socket.socket, "setsockopt", lambda *options: None)
+    ends = socket.socketpair()
+    pairs = [Group("tp", (0, 1), rank, mesh=Mesh(rank, {1 - rank: ends[rank]})) for rank in range(2)]
+
+    def collect(group):
+        scalar = make(np.array(3 + group.rank, np.int32))
+        vector = make(np.array([10, 20], np.int32) + group.rank)
+        found = [
+            group.all_reduce(scalar),
+            group.broadcast(scalar, 1),
+            group.all_gather(scalar),
+            group.reduce_scatter(vector),
+            group.all_to_all(vector),
+        ]
+        return [np.asarray(one if make is np.asarray else one.asnumpy()).tolist() for one in found]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(collect, pairs, timeout=60)
+    assert first == [7, 4, [3, 4], 21, [10, 11]]
+    assert second == [7, 4, [3, 4], 41, [20, 21]]
 
 
 def test_wrong_arguments_are_refused_before_anything_is_sent():

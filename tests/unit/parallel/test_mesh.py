@@ -99,6 +99,25 @@ def test_a_failure_reaches_a_rank_that_waits_for_one_that_waits():
     assert (received[0] == 1).all()
 
 
+def test_a_report_of_any_size_arrives():
+    a, b = meshes(2)
+    long = failure(1, "x" * (1 << 21))
+    assert run(lambda: a.end_epoch(None), lambda: b.end_epoch(long)) == [[None, long]] * 2
+
+
+def test_a_rank_whose_call_failed_waits_for_nobody():
+    a, b = meshes(2)
+
+    def fails():
+        with pytest.raises(PeerError):
+            swap(a, 1, np.ones(3))
+        seen = a.waiting_for
+        a.end_epoch(None)
+        return seen
+
+    assert run(fails, lambda: b.end_epoch(failure(1)))[0] == ()
+
+
 @pytest.mark.parametrize("other", [{"group": 8}, {"size": 5}, {"kind": 2}])
 def test_another_call_of_a_peer_is_an_error_on_both_and_never_a_result(other):
     a, b = meshes(2)
@@ -131,10 +150,19 @@ def test_a_stranger_cannot_join(monkeypatch):
     monkeypatch.undo()
     listeners = [listen("127.0.0.1") for _ in range(2)]
     addresses = [listener.getsockname() for listener in listeners]
-    with socket.create_connection(addresses[0]) as stranger:
+    with (
+        socket.create_connection(addresses[0]) as stranger,
+        socket.create_connection(addresses[0]) as talker,
+        socket.create_connection(addresses[0]) as brief,
+    ):
         stranger.sendall(b"x" * 16 + (1).to_bytes(4, "big"))
+        talker.sendall(b"secret")
+        talker.shutdown(socket.SHUT_WR)
+        brief.close()
         joined = run(*(lambda r=r: connect(r, addresses, listeners[r], b"secret of the jb") for r in range(2)))
     a, b = joined
+    asked = a._peers[1].connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert asked, "a host that vanishes would not be noticed"
     got, given = run(lambda: swap(a, 1, np.full(3, 4)), lambda: swap(b, 0, np.full(3, 5)))
     assert got.tolist() == [5] * 3 and given.tolist() == [4] * 3
     a.close()

@@ -5,10 +5,12 @@ import os
 import pathlib
 import shutil
 import stat
+import threading
 
 import pytest
 
-from mindformers_ext.trainer import Trainer
+from mindformers_ext.trainer import Trainer, watchdog
+from mindformers_ext.trainer.batch_job import BatchJob
 
 CHECKPOINT = pathlib.Path(__file__).parents[2] / "data" / "checkpoints" / "qwen3"
 CASES = json.loads((CHECKPOINT / "reference.json").read_text())["cases"]
@@ -298,3 +300,19 @@ def test_a_layout_that_needs_more_processes_is_refused():
     settings = config(parallelism={"tensor_parallel": 2, "sequence_parallel": True})
     with pytest.raises(ValueError, match=r"tensor_parallel \(2\) .* must divide the number of processes, which is 1"):
         Trainer(settings)
+
+
+def test_a_rank_that_waits_for_the_others_after_a_batch_is_watched(monkeypatch, capfd):
+    ended = threading.Event()
+    trainer = Trainer(config(predict={"step_timeout": 5}))
+    monkeypatch.setattr(trainer._watchdog, "_leave", lambda code: ended.set())
+    monkeypatch.setattr(watchdog, "_INTERVAL_SECONDS", 0.01)
+
+    def agree(job, reason):
+        trainer._watchdog._still = 5.0
+        assert ended.wait(60)
+
+    monkeypatch.setattr(BatchJob, "agree", agree)
+    trainer.inference([PROMPT], output="")
+    message = capfd.readouterr().err.splitlines()[-1]
+    assert "in phase 'waiting for all ranks after a batch'" in message and "predict.step_timeout 5 s" in message
