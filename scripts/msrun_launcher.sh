@@ -27,8 +27,8 @@ those of the repository's .venv.
 Environment: MF_LOG_SUFFIX=x appends _x to LOG_DIR. GLOG_v=2 shows MindSpore's warnings (default 3, errors only).
 PLOG_REDIRECT_TO_OUTPUT=1 puts Ascend's logs into output/plog.
 Exit code: 0 the job is done; 3 done, with error records; 4 a prediction was stopped, and the same command goes on from
-there; 1 refused; otherwise that of the worker that failed first, 5 where it failed only because a worker of another node
-did.
+there; 1 refused or failed; 6 a worker stood still; otherwise that of the worker that failed first, 5 where it failed only
+because a worker of another node did.
 Signals: SIGTERM and SIGINT are passed on to the workers; a second one kills them.
 TEXT
 }

@@ -8,7 +8,7 @@ from array import array
 
 from mindformers_ext.predict.records import Record
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
+_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 _WORD = "Q"  # 64 bits a record; 0 means not finished
 
 

@@ -72,7 +72,7 @@ def normalize_input(
             them), or a list of only dicts or only strings, which are prompts. Files: `.jsonl` (one object a line),
             `.json` (an object, or an array of objects or strings), any other (one prompt a line), and each of them
             followed by `.gz`. A string that names no file but looks like a path is an error: it ends in one of
-            `INPUT_SUFFIXES`, or has a slash and no white space.
+            `INPUT_SUFFIXES`, or has no white space and a slash, or `.gz` at its end.
         dataset_field: the field that holds the prompt; strings and text lines become records with this one field.
         make_prompt: makes the prompt of a record; None takes the text of `dataset_field`, and after a newline that of
             a field "input" if it holds text.

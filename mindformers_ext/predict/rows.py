@@ -49,13 +49,7 @@ def answer_row(
         completion: what else is known of the answer; what was not asked for has no key.
         sequence: which of the record's answers it is; None where there is one only.
     """
-    optional = {
-        "stop_string": completion.stop_string,
-        "sequence_score": _rounded(completion.score),
-        "logprobs": _rounded(completion.logprobs),
-        "top_logprobs": _rounded(completion.top_logprobs or None),
-    }
-    return {
+    row = {
         "sample_idx": record.index,
         **({} if sequence is None else {"sequence_idx": sequence}),
         "generated_ids": [*prompt_ids, *new_ids],
@@ -64,8 +58,17 @@ def answer_row(
         "finish_reason": completion.finish_reason,
         "num_prompt_tokens": len(prompt_ids),
         "num_new_tokens": len(new_ids),
-        **{name: value for name, value in optional.items() if value is not None},
     }
+    optional = (
+        ("stop_string", completion.stop_string),
+        ("sequence_score", completion.score),
+        ("logprobs", completion.logprobs),
+        ("top_logprobs", completion.top_logprobs or None),
+    )
+    for name, value in optional:
+        if value is not None:
+            row[name] = _rounded(value)
+    return row
 
 
 def error_row(record: Record, error: RecordError) -> dict[str, Any]:

@@ -109,8 +109,10 @@ def _looks_like_path(text: str) -> bool:
     stripped = text.strip()
     if len(stripped.splitlines()) > 1:
         return False
-    name = stripped.lower().removesuffix(_GZIP_SUFFIX)
-    return name.endswith(INPUT_SUFFIXES) or (os.sep in stripped and len(stripped.split()) == 1)
+    name = stripped.lower()
+    if name.removesuffix(_GZIP_SUFFIX).endswith(INPUT_SUFFIXES):
+        return True
+    return len(stripped.split()) == 1 and (os.sep in stripped or name.endswith(_GZIP_SUFFIX))
 
 
 def suffix_of(path: str) -> str:

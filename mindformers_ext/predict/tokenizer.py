@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import tokenizers
@@ -62,7 +62,7 @@ class Tokenizer:
             raise ValueError(_missing_tokenizer(folder))
         _refuse_huge(path)
         try:
-            with _panics_as_errors():
+            with _panics_as_errors:
                 backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for every kind of damage
             raise ValueError(f"{path}: not a usable tokenizer file: {error}") from error
@@ -93,7 +93,7 @@ class Tokenizer:
             ValueError: the text is not valid Unicode (half of a surrogate pair), or the pipeline gives up on it.
         """
         try:
-            with _panics_as_errors():
+            with _panics_as_errors:
                 encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError as error:
             if not isinstance(text, str):
@@ -105,7 +105,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; ids without a token (padded rows of an embedding) give nothing."""
-        with _panics_as_errors():
+        with _panics_as_errors:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def decode_new(self, prompt_ids: Sequence[int], new_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -139,18 +139,24 @@ class Tokenizer:
         return self._named_ids.get("pad_token")
 
 
-@contextmanager
-def _panics_as_errors() -> Iterator[None]:
-    """Turns a panic of the library, such as that of a regular expression that finds no end, into a ValueError.
+class _PanicsAsErrors:
+    """Context manager that turns a panic of the library, as of a regular expression without end, into a ValueError.
 
-    The library derives it from BaseException, so it would end a run for the sake of one record.
+    The library derives it from BaseException, so it would end a run for the sake of one record. A class, because it is
+    entered three times a record, and a generator costs as much as decoding a short text.
     """
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"the tokenizer gives up: {error}") from None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None and kind.__name__ == "PanicException":
+            raise ValueError(f"the tokenizer gives up: {error}") from None
+
+
+_panics_as_errors = _PanicsAsErrors()
 
 
 def _refuse_huge(path: Path) -> None:

@@ -15,8 +15,8 @@ from mindformers_ext.predict.output_files import replace_file
 # What str.splitlines takes for the end of a line. JSON itself escapes those below U+0020.
 _LINE_ENDS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 _JSON_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
-# json.dumps would make one for each row.
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+# json.dumps would make one for each row. Rows are made of what JSON held, so they have no circles.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
 _TEXT_ESCAPES = str.maketrans(
     {"\\": r"\\", "\n": r"\n", "\r": r"\r"} | {character: f"\\u{ord(character):04x}" for character in _LINE_ENDS}
 )

@@ -15,7 +15,7 @@ from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import PromptTemplates, Record, Tokenizer, normalize_input, reads_stdin
 from mindformers_ext.predict.metrics import check_outputs
-from mindformers_ext.runtime import world_size
+from mindformers_ext.runtime import logger, world_size
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.fingerprint import fingerprint, input_fingerprint
 from mindformers_ext.trainer.identity import run_identity, unrepeatable
@@ -80,6 +80,8 @@ def read_request(
         decoding = resolve_generation(
             config.generation, options.max_new_tokens, tokenizer, folder, vocab_size, generation
         )
+    if options.output and reads_stdin(options.input_data):
+        logger.warning("standard input cannot be read again: a run that is stopped starts over; give long ones a file")
     decoding = _with_one_seed(context, decoding)
     return PredictionRequest(options, field, records, templates, decoding, vocab_size, model_config)
 

@@ -108,6 +108,14 @@ def test_links_and_paths_of_the_docs_exist(page):
         assert (ROOT / path).exists() or (ROOT / path.rstrip("/")).exists(), path
 
 
+def test_every_test_that_the_docs_name_is_there():
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    defined = set(re.findall(r"^ *def (test_\w+)\(", tests, re.MULTILINE))
+    for page in PAGES:
+        named = re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))
+        assert not [name for name in named if name not in defined], page.name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_programs_that_the_docs_call_understand_their_flags(page):
     for block in blocks(page.read_text(encoding="utf-8"), "bash"):

@@ -191,7 +191,7 @@ import sys, pathlib
 from mindformers_ext.predict.journal import Journal
 journal = Journal(pathlib.Path(sys.argv[1]))
 journal.start({}, {})
-journal.append(0, 100, [{"sample_idx": 0}])
+journal.append(0, 100, [{"sample_idx": 0, "error": "x", "error_type": "schema"}])
 print("ready", flush=True)
 sys.stdin.read()
 """

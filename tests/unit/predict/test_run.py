@@ -247,7 +247,7 @@ def test_neither_prompts_nor_answers_reach_log_or_terminal(tokenizer, log, capsy
     output = capsys.readouterr()
     assert "secret" not in log.text + output.err + output.out
     assert output.out == ""
-    assert "predict: 1 records, " in log.text
+    assert "predict: 2 records, " in log.text
     assert "records 2: forward: RuntimeError: first line" in log.text
 
 

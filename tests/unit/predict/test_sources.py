@@ -71,6 +71,7 @@ def test_a_list_of_prompts_that_are_all_names_of_files_is_pointed_out(folder, ca
     ("data", "kind", "word"),
     [
         ("shards/*.json", FileNotFoundError, "matches no file"),
+        ("none*.gz", FileNotFoundError, "matches no file"),
         ({"files": ["gone.jsonl"]}, FileNotFoundError, "'gone.jsonl' does not exist"),
         ({"files": ["-"]}, FileNotFoundError, "'-' does not exist"),
         ({"files": ["shards"]}, FileNotFoundError, "is a directory"),

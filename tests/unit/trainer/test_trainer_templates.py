@@ -78,10 +78,11 @@ def test_validation_leaves_standard_input_to_the_run(folder, capsys, monkeypatch
     assert "standard input, which is not read here" in capsys.readouterr().out
 
 
-def test_standard_input_is_for_a_job_of_one_process(folder, monkeypatch):
+def test_standard_input_is_for_a_job_of_one_process(folder, monkeypatch, log):
     trainer = Trainer(config("-"))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"instruction": "1 + 1"}')))
     assert len(prompt_ids(trainer)) == 1
+    assert "a run that is stopped starts over" in log.text
     monkeypatch.setattr(request, "world_size", lambda: 2)
     with pytest.raises(ValueError, match="standard input belongs to one process"):
         trainer.inference()
