@@ -270,7 +270,13 @@ def test_workers_that_stop_by_themselves_are_not_killed_and_their_code_is_the_jo
         os.mkfifo(tmp_path / name)
     env = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     job = subprocess.Popen(
-        ["bash", str(LAUNCHER), script(STOPPABLE), "2"], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True
+        ["bash", str(LAUNCHER), script(STOPPABLE), "2"],
+        cwd=tmp_path,
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs tests in the background ignores SIGINT, and so would all that is started from it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with open(tmp_path / "alive") as alive:
         assert alive.read(2) == "xx"
