@@ -4,6 +4,9 @@
 #pragma once
 
 #include <pthread.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -30,6 +33,18 @@ typedef int32_t ivec __attribute__((vector_size(4 * kLanes), aligned(4), may_ali
 
 inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
 inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
+
+// a * b + c, rounded once where the processor can: compilers fuse it or not, depending on what stands around it, and a
+// row's result would depend on its neighbours.
+inline vec multiply_add(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX__) && defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
 
 // `count` floats, fewer than a vector holds, and `fill` behind them.
 inline vec load_part(const float* p, int64_t count, float fill) {
@@ -197,12 +212,15 @@ inline void dot_block(const float* x, const float* w, const float* bias, float* 
     for (int j = 0; j < R; ++j) weights[j] = load(w + j * k + at);
     for (int i = 0; i < M; ++i) {
       const vec row = load(x + i * k + at);
-      for (int j = 0; j < R; ++j) acc[i][j] += row * weights[j];
+      for (int j = 0; j < R; ++j) acc[i][j] = multiply_add(row, weights[j], acc[i][j]);
     }
   }
   for (int i = 0; i < M; ++i) {
     for (int j = 0; j < R; ++j) {
-      if (at < k) acc[i][j] += load_part(x + i * k + at, k - at, 0) * load_part(w + j * k + at, k - at, 0);
+      if (at < k) {
+        const vec row = load_part(x + i * k + at, k - at, 0), weights = load_part(w + j * k + at, k - at, 0);
+        acc[i][j] = multiply_add(row, weights, acc[i][j]);
+      }
       out[i * n + j] = sum(acc[i][j]) + (bias ? bias[j] : 0);
     }
   }
