@@ -183,8 +183,8 @@ class BatchForward:
         if logits is not None:
             last = logits if logits.shape[1] == 1 else logits[:, -1:]
             last = last.asnumpy()[:, 0].astype(np.float32, copy=False)
-        has_rows = last is not None and self._layout.tp.size == 1  # a foreign model has no config
-        vocab_size = last.shape[1] if has_rows and last is not None else self._model.config.vocab_size
+        is_whole = self._layout.tp.size == 1  # then a foreign model needs no config
+        vocab_size = last.shape[1] if last is not None and is_whole else self._model.config.vocab_size
         return Logits(last, len(self._ids), vocab_size, self._layout, self._waiting)
 
     def _past(self) -> Any:

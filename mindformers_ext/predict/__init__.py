@@ -2,7 +2,7 @@
 
 from mindformers_ext.predict.completion import Completion
 from mindformers_ext.predict.finished import FinishedRecords
-from mindformers_ext.predict.isolation import FAULTS_OF_RECORDS, BatchError, described_fault, fault_of
+from mindformers_ext.predict.isolation import FAULTS_OF_RECORDS, BatchError, Decode, described_fault, fault_of
 from mindformers_ext.predict.job import OutputJob, open_job
 from mindformers_ext.predict.output_files import check_output
 from mindformers_ext.predict.records import Record, RecordError, normalize_input, record_count
@@ -17,6 +17,7 @@ __all__ = [
     "FAULTS_OF_RECORDS",
     "BatchError",
     "Completion",
+    "Decode",
     "FinishedRecords",
     "InputFiles",
     "JobStoppedError",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,15 @@ def digest(value: Any) -> str:
     """Returns the start of the SHA-256 of a value that JSON can hold, hex."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str | None]:
+    """Returns the versions of packages by name; None for one that is not installed as a package."""
+    versions: dict[str, str | None] = dict.fromkeys(names)
+    for name in versions:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def input_identity(input_data: Any) -> dict[str, Any]:

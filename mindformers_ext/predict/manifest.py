@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mindformers_ext.predict.output_files import manifest_path, replace_file
 from mindformers_ext.predict.summary import RunSummary
@@ -67,11 +67,7 @@ def write_manifest(output: Path, manifest: Manifest) -> None:
         OSError: the disk is full or gone.
     """
     text = json.dumps(asdict(manifest), indent=1) + "\n"
-
-    def write(file: BinaryIO) -> None:
-        file.write(text.encode())
-
-    replace_file(manifest_path(output), write)
+    replace_file(manifest_path(output), lambda file: file.write(text.encode()))
 
 
 def fitting_manifest(output: Path) -> Manifest | None:

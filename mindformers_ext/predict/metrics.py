@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mindformers_ext.predict.completion import Completion
+from mindformers_ext.predict.identity import package_versions
+from mindformers_ext.predict.isolation import Decode
 from mindformers_ext.predict.output_files import check_output, replace_file
 from mindformers_ext.predict.summary import RunSummary, Timings
 
 METRICS_SUFFIX = ".metrics.json"
 _PACKAGES = ("mindformers_ext", "mindspore", "numpy", "tokenizers", "safetensors")
-
-Decode = Callable[[list[list[int]], list[int]], list[Completion]]
 
 
 @dataclass(frozen=True)
@@ -195,18 +193,8 @@ def run_metrics(
         "ranks": [asdict(report) for report in reports],
         "seed": summary.seed,
         **settings,
-        "versions": package_versions(),
+        "versions": {"python": platform.python_version()} | package_versions(_PACKAGES),
     }
-
-
-def package_versions() -> dict[str, str | None]:
-    """Versions of Python and of what a run depends on; None for a package that is not installed as one."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        versions[name] = None
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
 
 
 def write_metrics(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:

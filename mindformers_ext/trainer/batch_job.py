@@ -90,6 +90,9 @@ class BatchJob:
                 self._signals.check()
             except JobStoppedError as stopped:
                 reason = stopped
+        self._stop_together(reason)
+
+    def _stop_together(self, reason: JobStoppedError | None) -> None:
         if errors := gather_errors(self._context, reason):
             raise JobStoppedError(errors[0].message) from reason
 
@@ -132,8 +135,7 @@ class BatchJob:
                 summary = self.writer.publish(result.summary.num_records + result.summary.num_resumed, outputs)
         except JobStoppedError as stopped:
             reason = stopped
-        if errors := gather_errors(self._context, reason):
-            raise JobStoppedError(errors[0].message) from reason
+        self._stop_together(reason)
         summary, outputs = self._from_first(summary, outputs)
         summary.num_resumed, summary.wall_seconds = result.summary.num_resumed, result.summary.wall_seconds
         return summary, result.outputs if outputs is None else outputs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import asdict, fields, is_dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from mindformers_ext.config import TrainConfig
 from mindformers_ext.config.schema import PredictSection
 from mindformers_ext.config.section import yaml_fields
 from mindformers_ext.predict import reads_stdin
-from mindformers_ext.predict.identity import digest, input_identity, tokenizer_identity
+from mindformers_ext.predict.identity import digest, input_identity, package_versions, tokenizer_identity
 
 # Keys of `predict` that change how a run goes on, but no row.
 RUN_KEYS = frozenset({"progress", "metrics_file", "resume", "on_error", "max_errors", "start_timeout", "step_timeout"})
@@ -54,7 +53,7 @@ def run_identity(
         "model": _model(model_config),
         "weights": weights,
         "tokenizer": {} if tokenizer_folder is None else tokenizer_identity(tokenizer_folder),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: found or "not installed" for name, found in package_versions(_PACKAGES).items()},
     }
 
 
@@ -81,10 +80,3 @@ def _model(model_config: Any) -> dict[str, Any]:
     values = asdict(model_config)
     shown = {name: values[name] for name in ("model_type", "num_layers", "vocab_size", "seq_length") if name in values}
     return shown | {"hash": digest(values)}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

@@ -12,11 +12,11 @@ from mindformers_ext.generate import GenerationConfig, GenerationStats, generate
 from mindformers_ext.generate.configuration import DEFAULT_MAX_NEW_TOKENS
 from mindformers_ext.models import TransformerConfig
 from mindformers_ext.parallel.groups import ParallelContext
-from mindformers_ext.predict import Completion, Record, RunResult, Tokenizer, run_generation
+from mindformers_ext.predict import Completion, Decode, Record, RunResult, Tokenizer, run_generation
 from mindformers_ext.predict.metrics import Latencies
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.model import checkpoint_model_files, resolve_model_config
-from mindformers_ext.trainer.replicas import Decode, shared_decode
+from mindformers_ext.trainer.replicas import shared_decode
 
 Watch = Callable[[Sequence[int]], AbstractContextManager[None]]
 

@@ -8,10 +8,8 @@ from typing import Any
 
 from mindformers_ext.parallel.agreement import PeerLostError, RankError, gather_errors
 from mindformers_ext.parallel.groups import ParallelContext
-from mindformers_ext.predict import FAULTS_OF_RECORDS, BatchError, Completion, JobStoppedError, described_fault
+from mindformers_ext.predict import FAULTS_OF_RECORDS, BatchError, Completion, Decode, JobStoppedError, described_fault
 from mindformers_ext.predict.schedule import balance
-
-Decode = Callable[[list[list[int]], list[int]], list[Completion]]
 
 _FAULTS = {fault.__name__ for fault in FAULTS_OF_RECORDS}
 

@@ -14,10 +14,11 @@ from mindformers_ext.config import InferenceSection, TrainConfig
 from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import PromptTemplates, Record, Tokenizer, normalize_input, reads_stdin
+from mindformers_ext.predict.identity import digest
 from mindformers_ext.predict.metrics import check_outputs
 from mindformers_ext.runtime import logger, world_size
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
-from mindformers_ext.trainer.fingerprint import fingerprint, input_fingerprint
+from mindformers_ext.trainer.fingerprint import input_fingerprint
 from mindformers_ext.trainer.identity import run_identity, unrepeatable
 from mindformers_ext.trainer.model import checkpoint_model_files, prompt_templates, protected_files, tokenizer_folder
 
@@ -117,7 +118,7 @@ def require_same_request(context: ParallelContext, request: PredictionRequest) -
         "batch_size": request.options.batch_size,
         "the input": input_fingerprint(request.options.input_data),
         "dataset_field": request.dataset_field,
-        "the templates": fingerprint(request.templates.identity()),
+        "the templates": digest(request.templates.identity()),
         "the options of decoding": request.decoding.describe(),
     }
     require_same(context, compared)

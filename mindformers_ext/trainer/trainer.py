@@ -18,6 +18,7 @@ from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
 from mindformers_ext.predict import JobStoppedError, RunSummary, Tokenizer
+from mindformers_ext.predict.identity import digest
 from mindformers_ext.predict.metrics import Latencies
 from mindformers_ext.predict.progress import estimate_total
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
@@ -25,7 +26,6 @@ from mindformers_ext.trainer.batch_job import BatchJob, open_batch_job
 from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import build_causal_lm
 from mindformers_ext.trainer.checks import save_folder
-from mindformers_ext.trainer.fingerprint import fingerprint
 from mindformers_ext.trainer.inference import (
     Watch,
     build_inference_tokenizer,
@@ -224,7 +224,6 @@ class Trainer:
             )
             require_same_request(self._context, request)
         logger.info("decoding: %s", request.decoding.describe())
-        drawn = request.decoding.seed_is_drawn
         with self._waiting("opening the output", "start_timeout"):
             job = open_batch_job(
                 self._context,
@@ -232,7 +231,7 @@ class Trainer:
                 lambda: request_identity(self.config, request, self._own_model or not self.is_inference),
                 request_facts(request),
                 self.config.predict.resume if resume is None else resume,
-                repeatable=not drawn,
+                repeatable=not request.decoding.seed_is_drawn,
                 needs_ids=collect,
             )
         with job:
@@ -256,6 +255,7 @@ class Trainer:
             with self._waiting("waiting for all ranks after a batch", "step_timeout"):
                 job.agree(reason)
 
+        shown = predict.progress and rank() == 0
         stats, latencies = GenerationStats(), Latencies()
         meter = RunMeter(self.model, self._context)
         result = generate_from_records(
@@ -269,12 +269,12 @@ class Trainer:
             watch=self._watched(stats),
             batch_size=options.batch_size,
             latencies=latencies,
-            total=estimate_total(options.input_data) if rank() == 0 else None,
+            total=estimate_total(options.input_data) if shown else None,
             step_check=job.step_check,
             max_length=getattr(self._model_config, "seq_length", None),
             vocab_size=request.vocab_size,
             skip_special_tokens=predict.skip_special_tokens,
-            progress=predict.progress and rank() == 0,
+            progress=shown,
             collect=collect,
             finished=job.finished,
             num_errors=job.num_errors,
@@ -414,7 +414,7 @@ def _joined_job(dims: ParallelDims, config: TrainConfig, model_config: Transform
     """Joins the job, and refuses ranks with different configurations and a checkpoint that does not fit."""
     context = init_parallel(dims)
     if dims.world_size > 1:
-        require_same(context, {"the configuration": fingerprint(config.to_dict())})
+        require_same(context, {"the configuration": digest(config.to_dict())})
     if config.run_mode == "predict" and model_config is not None:
         with failing_together(context):
             if context.rank == 0:  # reads the headers for all
