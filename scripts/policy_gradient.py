@@ -90,9 +90,7 @@ def exact_match(trainer: Trainer, questions: Sequence[Question]) -> float:
     return right / len(questions)
 
 
-def sample(
-    model: nn.Cell, tokenizer: Tokenizer, questions: Sequence[Question], num_samples: int, seed: int
-) -> Rollout:
+def sample(model: nn.Cell, tokenizer: Tokenizer, questions: Sequence[Question], num_samples: int, seed: int) -> Rollout:
     """Draws ``num_samples`` answers to each question from the model's own distribution."""
     prompts = [tokenizer.encode(question.prompt) for question in questions]
     width = max(map(len, prompts))
@@ -207,7 +205,7 @@ def main() -> None:
     held_out = random.Random(options.seed).sample(others, options.questions)
     trainer = weak_trainer(options)
     before = exact_match(trainer, held_out)
-    print(f"exact match on {len(held_out)} sums that were never trained: {before:.1%} (CPU {time.process_time():.0f} s)")
+    print(f"exact match on {len(held_out)} sums that no phase trains: {before:.1%} (CPU {time.process_time():.0f} s)")
     scores = {0: before}
 
     def report(step: int) -> None:

@@ -6,13 +6,15 @@ import difflib
 import types
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from mindformers_ext.config.errors import ConfigError, KeyPath, Source, dotted, joined, printable, show
 from mindformers_ext.config.generation import GenerationSection
 from mindformers_ext.config.schema import ModelSection, TrainConfig
 from mindformers_ext.config.section import OpenSection, Section, yaml_fields
 from mindformers_ext.config.values import EXPONENT_FORM, MismatchError, coerce
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 _OWN_KEY_PREFIXES = ("x-", "x_")
 _TOP_LEVEL_EXTRA = {"eval_dataset"}  # read by MindSpore Transformers without being a field of its TrainConfig
@@ -37,8 +39,17 @@ def build_generation(options: dict[str, Any]) -> GenerationSection:
     Raises:
         ConfigError: see `build_config`.
     """
-    section = _build(GenerationSection, options, ("generation",), Source())
-    assert isinstance(section, GenerationSection)
+    return build_section(GenerationSection, options, ("generation",), Source())
+
+
+def build_section(cls: type[AnySection], tree: dict[Any, Any], path: KeyPath, source: Source) -> AnySection:
+    """Builds one section alone, whose place is `path`.
+
+    Raises:
+        ConfigError: see `build_config`.
+    """
+    section = _build(cls, tree, path, source)
+    assert isinstance(section, cls)
     return section
 
 

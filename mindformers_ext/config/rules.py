@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from mindformers_ext.config.build import unknown_key
-from mindformers_ext.config.errors import Source, joined
+from mindformers_ext.config.errors import KeyPath, Source, joined
+from mindformers_ext.config.evaluation import best_metric_mistake, build_evaluation, build_metrics
 from mindformers_ext.config.generation import conflicts, without_effect
-from mindformers_ext.config.schema import TrainConfig
+from mindformers_ext.config.schema import CallbackSection, TrainConfig
 from mindformers_ext.config.section import OpenSection, Section
 
 OPTIMIZERS = ("AdamW",)
@@ -30,7 +31,7 @@ NO_EFFECT: dict[str, tuple[str, ...]] = {
         *("train_dataset.dataloader.column_names", "train_dataset.dataloader.python_multiprocessing"),
     ),
     "the training log holds step, loss, learning rate, gradient norm and tokens/s": ("monitor",),
-    "training does not evaluate": ("eval_dataset",),
+    "the callback EvaluationCallback evaluates": ("eval_dataset",),
     "not supported yet": ("recompute", "recompute_comm", "swap", "profiler"),
     "the device is the one that MindSpore finds, the mode is PyNative": (
         *("context.mode", "context.max_device_memory", "context.device_target"),
@@ -99,6 +100,7 @@ def _check_supported(config: TrainConfig, source: Source) -> None:
     problems = [source.error(("generation", key), problem) for key, problem in conflicts(config.generation)]
     if problems:
         raise joined(problems)
+    build_metrics(config.predict.metrics or [], ("predict", "metrics"), source)
 
 
 def _check_predict(config: TrainConfig, source: Source) -> None:
@@ -132,10 +134,22 @@ def _check_train(config: TrainConfig, source: Source, provided: Collection[str])
     for index, callback in enumerate(config.callbacks):
         if callback.type is None:
             raise source.error(("callbacks", index, "type"), "is missing; a callback is chosen by its type")
+        if callback.type == "EvaluationCallback":
+            _check_evaluation(config, callback, ("callbacks", index), source)
     if config.checkpoint.enable_save and not config.checkpoint.save_path.strip():
         raise source.error(
             ("checkpoint", "save_path"), "is missing; give the folder to save to, or set checkpoint.enable_save: false"
         )
+
+
+def _check_evaluation(config: TrainConfig, callback: CallbackSection, path: KeyPath, source: Source) -> None:
+    section = build_evaluation(callback.extra, path, source)
+    if section.metric_for_best_model is None:
+        return
+    metrics = build_metrics(section.metrics or config.predict.metrics or [], path, source)
+    mistake = best_metric_mistake(section.metric_for_best_model, metrics)
+    if mistake is not None:
+        raise source.error((*path, "metric_for_best_model"), mistake)
 
 
 def batch_size_mistake(local: int, total: int, rampup: Sequence[int] | None) -> tuple[str, str] | None:

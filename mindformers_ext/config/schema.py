@@ -337,6 +337,9 @@ class PredictSection(Section):
     resume: bool | Literal["auto"] = "auto"
     on_error: Literal["record", "abort"] = "record"
     max_errors: Count | None = None
+    metrics: list[Any] | None = None
+    reference_field: Name = "answer"
+    metrics_in_rows: bool = False
     start_timeout: NonNegativeFloat = 1800.0
     step_timeout: NonNegativeFloat = 600.0
 

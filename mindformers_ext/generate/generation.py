@@ -168,14 +168,20 @@ def generate_rows(
 
 @contextmanager
 def _evaluating(model: nn.Cell) -> Iterator[None]:
-    """Puts a model into evaluation, and each of its cells back into what it was."""
-    before = [(cell, cell.training) for _, cell in model.cells_and_names()]
+    """Puts a model into evaluation, and each of its cells back into what it was.
+
+    `Cell.set_train` changes three attributes of a cell: ``training``, its copy among the flags, and the phase.
+    """
+    before = [
+        (cell, cell.training, dict(getattr(cell, "_func_graph_flags", {})), cell._phase)
+        for _, cell in model.cells_and_names()
+    ]
     model.set_train(False)
     try:
         yield
     finally:
-        for cell, training in before:
-            cell.training = training
+        for cell, training, flags, phase in before:
+            cell.training, cell._func_graph_flags, cell._phase = training, flags, phase
 
 
 def _check_log_probabilities(config: GenerationConfig, rows: Rows) -> None:

@@ -1,5 +1,6 @@
 """From the user's records to rows of output: reading, tokenizing, batching, writing. Knows nothing of tensors."""
 
+from mindformers_ext.predict.answer_metrics import AnswerMetrics
 from mindformers_ext.predict.completion import Completion
 from mindformers_ext.predict.finished import FinishedRecords
 from mindformers_ext.predict.isolation import FAULTS_OF_RECORDS, BatchError, Decode, described_fault, fault_of
@@ -15,6 +16,7 @@ from mindformers_ext.predict.tokenizer import Tokenizer
 
 __all__ = [
     "FAULTS_OF_RECORDS",
+    "AnswerMetrics",
     "BatchError",
     "Completion",
     "Decode",

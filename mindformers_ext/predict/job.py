@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from mindformers_ext.predict.answer_metrics import AnswerMetrics, judged
 from mindformers_ext.predict.finished import FinishedRecords
 from mindformers_ext.predict.identity import identity_differences
 from mindformers_ext.predict.journal import SCHEMA, Journal
@@ -67,12 +68,18 @@ class OutputJob:
         except OSError as error:
             raise JobStoppedError(_told(error)) from error
 
-    def publish(self, num_records: int, outputs: list[tuple[int, list[int]]] | None = None) -> RunSummary:
+    def publish(
+        self,
+        num_records: int,
+        outputs: list[tuple[int, list[int]]] | None = None,
+        metrics: AnswerMetrics | None = None,
+    ) -> RunSummary:
         """Builds the output and its manifest, and removes the journal.
 
         Args:
             num_records: number of records of the input, all finished.
             outputs: is appended (sample_idx, ids of prompt and answer) of every answer.
+            metrics: judge the answers.
 
         Returns:
             The counts of the whole output.
@@ -85,7 +92,7 @@ class OutputJob:
         summary = RunSummary()
 
         def counted(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-            for row in rows:
+            for row in rows if metrics is None else judged(rows, metrics):
                 summary.add_row(row)
                 if outputs is not None and "error" not in row:
                     outputs.append((row["sample_idx"], row["generated_ids"]))
@@ -112,11 +119,22 @@ class OutputJob:
             raise JobStoppedError(_told(error)) from error
         journal.remove()
         self._journal = None
+        if metrics is not None:
+            summary.metrics = metrics.result()
         return summary
 
     def stored_outputs(self) -> list[tuple[int, list[int]]]:
         """Returns (sample_idx, ids of prompt and answer) of every answer in an output that was complete before."""
         return [(row["sample_idx"], row["generated_ids"]) for row in read_rows(self.path) if "error" not in row]
+
+    def stored_metrics(self, metrics: AnswerMetrics) -> dict[str, Any]:
+        """Returns what metrics say of an output that was complete before; empty if its format keeps no records."""
+        if not keeps_ids(self.path):
+            logger.warning("%s has texts only: its answers cannot be judged without their records", self.path)
+            return {}
+        for row in read_rows(self.path):
+            metrics.add(row)
+        return metrics.result()
 
 
 def open_job(

@@ -184,6 +184,7 @@ def run_metrics(
         },
         "finish_reasons": dict(sorted(summary.finish_reasons.items())),
         "errors": dict(sorted(summary.errors.items())),
+        **({"answers": summary.metrics} if summary.metrics else {}),
         "wall_seconds": summary.wall_seconds,
         "tokens": {"prompt": summary.prompt_tokens, "new": summary.new_tokens},
         "prefill": _rate(timings.prefill_tokens, timings.prefill_seconds),
@@ -206,6 +207,19 @@ def write_metrics(path: str | os.PathLike[str], content: Mapping[str, Any]) -> N
     text = json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n"
     data = text.encode("utf-8", "backslashreplace")
     replace_file(Path(os.path.abspath(path)), lambda file: file.write(data))
+
+
+def replace_answers(path: str | os.PathLike[str], answers: Mapping[str, Any]) -> None:
+    """Puts what metrics say of the answers into a metrics file, which keeps the rest.
+
+    Raises:
+        OSError: it cannot be read or written.
+        ValueError: it is no metrics file.
+    """
+    content = json.loads(Path(path).read_bytes())
+    if not isinstance(content, dict):
+        raise ValueError("it is no metrics file")
+    write_metrics(path, {**content, "answers": dict(answers)})
 
 
 def _rate(tokens: int, seconds: float) -> dict[str, float | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindformers_ext.predict.completion import Completion
@@ -26,6 +26,7 @@ _OURS = frozenset(
         "top_logprobs",
         "error",
         "error_type",
+        "answer_metrics",
         "record",
     }
 )
@@ -95,3 +96,11 @@ def _own_fields(record: Record) -> dict[str, Any]:
     own = {key: value for key, value in record.fields.items() if key not in _OURS}
     hidden = {key: value for key, value in record.fields.items() if key in _OURS}
     return {**own, "record": hidden} if hidden else own
+
+
+def own_field(row: Mapping[str, Any], name: str) -> Any:
+    """Returns a field of the record that a row answers, wherever `_own_fields` has put it; None if there is none."""
+    if name in _OURS:
+        hidden = row.get("record")
+        return hidden.get(name) if isinstance(hidden, Mapping) else None
+    return row.get(name)

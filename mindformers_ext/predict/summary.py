@@ -44,7 +44,7 @@ class RunSummary:
 
     `num_answers` is the number of answered records, and tokens are theirs; `wall_seconds` is from the first record read
     to the last row written; `seed` is that of sampling, None in other modes. `num_resumed` of the records were finished
-    by earlier runs of the job.
+    by earlier runs of the job. `metrics` is what `AnswerMetrics.result` says of the output, empty without metrics.
     """
 
     num_answers: int = 0
@@ -55,6 +55,7 @@ class RunSummary:
     wall_seconds: float = 0.0
     seed: int | None = None
     num_resumed: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_errors(self) -> int:
@@ -73,8 +74,7 @@ class RunSummary:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunSummary:
         """Returns the summary whose `to_dict` gave `values`."""
-        counts: dict[str, Any] = {name: Counter(v) if isinstance(v, dict) else v for name, v in values.items()}
-        return cls(**counts)
+        return cls(**{name: Counter(v) if name in ("errors", "finish_reasons") else v for name, v in values.items()})
 
     def add_answer(self, num_prompt_tokens: int) -> None:
         """Counts an answered record."""

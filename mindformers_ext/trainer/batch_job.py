@@ -12,6 +12,7 @@ import numpy as np
 from mindformers_ext.parallel.agreement import failing_together, gather_errors
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import (
+    AnswerMetrics,
     FinishedRecords,
     JobStoppedError,
     OutputJob,
@@ -115,7 +116,9 @@ class BatchJob:
 
         return check
 
-    def publish(self, result: RunResult, collect: bool) -> tuple[RunSummary, Outputs]:
+    def publish(
+        self, result: RunResult, collect: bool, metrics: AnswerMetrics | None = None
+    ) -> tuple[RunSummary, Outputs]:
         """Publishes the output of a run that came to its end; every rank calls it.
 
         Returns:
@@ -132,7 +135,7 @@ class BatchJob:
         reason: JobStoppedError | None = None
         try:
             if self.writer is not None:
-                summary = self.writer.publish(result.summary.num_records + result.summary.num_resumed, outputs)
+                summary = self.writer.publish(result.summary.num_records + result.summary.num_resumed, outputs, metrics)
         except JobStoppedError as stopped:
             reason = stopped
         self._stop_together(reason)
@@ -140,12 +143,13 @@ class BatchJob:
         summary.num_resumed, summary.wall_seconds = result.summary.num_resumed, result.summary.wall_seconds
         return summary, result.outputs if outputs is None else outputs
 
-    def stored(self, collect: bool) -> tuple[RunSummary, Outputs]:
+    def stored(self, collect: bool, metrics: AnswerMetrics | None = None) -> tuple[RunSummary, Outputs]:
         """Returns what `publish` would, of an output that was complete before; every rank calls it."""
         summary, outputs = RunSummary(), None
         if self.writer is not None and self.writer.manifest is not None:
             summary = self.writer.manifest.summary()
             outputs = self.writer.stored_outputs() if collect else None
+            summary.metrics = {} if metrics is None else self.writer.stored_metrics(metrics)
         summary, outputs = self._from_first(summary, outputs)
         return summary, outputs or []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,14 @@ from typing import Any
 
 from mindformers_ext.generate import GenerationStats
 from mindformers_ext.parallel.groups import ParallelContext
+from mindformers_ext.predict.answer_metrics import format_metrics
 from mindformers_ext.predict.metrics import (
     Latencies,
     RankReport,
     format_measures,
     joined_timings,
     metrics_path,
+    replace_answers,
     run_metrics,
     write_metrics,
 )
@@ -97,6 +100,7 @@ def report_run(
     """
     for line in format_summary(summary, joined_timings(reports)) + format_measures(reports, new_tokens):
         logger.info(line)
+    report_metrics(summary)
     if not output:
         return
     logger.info("results: %s", output)
@@ -107,6 +111,24 @@ def report_run(
             logger.info("metrics: %s", path)
         except OSError as error:  # the results are complete
             logger.warning("the metrics of the run could not be written to %s: %s", path, error)
+
+
+def report_metrics(summary: RunSummary, output: str = "") -> None:
+    """Logs how good the answers are.
+
+    Args:
+        summary: of the output.
+        output: of a complete output that is judged again, in whose metrics file the result goes; empty otherwise.
+    """
+    if not summary.metrics:
+        return
+    for line in format_metrics(summary.metrics):
+        logger.info(line)
+    if output and os.path.exists(metrics_path(output)):
+        try:
+            replace_answers(metrics_path(output), summary.metrics)
+        except (OSError, ValueError) as error:
+            logger.warning("the metrics file of %s could not be changed: %s", output, error)
 
 
 def weight_bytes(model: Any) -> int:

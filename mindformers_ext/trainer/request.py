@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from numbers import Integral
@@ -11,9 +11,10 @@ from typing import Any
 
 from mindformers_ext.checkpoint import weights_digest
 from mindformers_ext.config import InferenceSection, TrainConfig
+from mindformers_ext.config.evaluation import build_metrics
 from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext
-from mindformers_ext.predict import PromptTemplates, Record, Tokenizer, normalize_input, reads_stdin
+from mindformers_ext.predict import AnswerMetrics, PromptTemplates, Record, Tokenizer, normalize_input, reads_stdin
 from mindformers_ext.predict.identity import digest
 from mindformers_ext.predict.metrics import check_outputs
 from mindformers_ext.runtime import logger, world_size
@@ -35,6 +36,7 @@ class PredictionRequest:
         decoding: the options of decoding, with their origins.
         vocab_size: ids that the model has.
         model_config: of the model; None if it has none.
+        metrics: judge the answers; None without any.
     """
 
     options: InferenceSection
@@ -44,6 +46,7 @@ class PredictionRequest:
     decoding: Resolved
     vocab_size: int
     model_config: Any
+    metrics: AnswerMetrics | None = None
 
 
 def read_request(
@@ -54,6 +57,8 @@ def read_request(
     options: InferenceSection,
     dataset_field: str | None,
     generation: Mapping[str, Any],
+    metrics: Sequence[Any] | None = None,
+    reference_field: str | None = None,
 ) -> PredictionRequest:
     """Checks and completes what `Trainer.inference` was given; every rank of the job calls it.
 
@@ -65,6 +70,8 @@ def read_request(
         options: see `inference_options`.
         dataset_field: None takes ``predict.dataset_field``.
         generation: options of decoding that win over the YAML.
+        metrics: None takes ``predict.metrics``.
+        reference_field: None takes ``predict.reference_field``.
 
     Raises:
         ValueError: an output that would harm another file, or an option out of range.
@@ -81,10 +88,28 @@ def read_request(
         decoding = resolve_generation(
             config.generation, options.max_new_tokens, tokenizer, folder, vocab_size, generation
         )
+        judges = answer_metrics(config, metrics, reference_field, decoding.config.num_return_sequences)
     if options.output and reads_stdin(options.input_data):
         logger.warning("standard input cannot be read again: a run that is stopped starts over; give long ones a file")
     decoding = _with_one_seed(context, decoding)
-    return PredictionRequest(options, field, records, templates, decoding, vocab_size, model_config)
+    if judges is not None and not options.output:
+        logger.warning("predict.metrics: no effect without an output: answers are judged as its rows are written")
+    return PredictionRequest(options, field, records, templates, decoding, vocab_size, model_config, judges)
+
+
+def answer_metrics(
+    config: TrainConfig, metrics: Sequence[Any] | None, reference_field: str | None, num_sequences: int
+) -> AnswerMetrics | None:
+    """Returns what judges answers, None without metrics; see `read_request`.
+
+    Raises:
+        ValueError: a mistake in the metrics, or a function that cannot be imported.
+    """
+    section = config.predict
+    sections = build_metrics((section.metrics if metrics is None else metrics) or [], ("predict", "metrics"))
+    if not sections:
+        return None
+    return AnswerMetrics(sections, reference_field or section.reference_field, num_sequences, section.metrics_in_rows)
 
 
 def request_facts(request: PredictionRequest) -> dict[str, Any]:
@@ -120,6 +145,7 @@ def require_same_request(context: ParallelContext, request: PredictionRequest) -
         "dataset_field": request.dataset_field,
         "the templates": digest(request.templates.identity()),
         "the options of decoding": request.decoding.describe(),
+        "the metrics": "none" if request.metrics is None else digest(request.metrics.identity()),
     }
     require_same(context, compared)
 
@@ -133,7 +159,7 @@ def request_identity(config: TrainConfig, request: PredictionRequest, has_own_we
         has_own_weights: whether the model's weights are in no file: they are like no others.
     """
     weights = unrepeatable("weights in memory") if has_own_weights else weights_digest(config.checkpoint.load_path)
-    return run_identity(
+    identity = run_identity(
         config,
         request.decoding.config,
         request.decoding.seed_is_drawn,
@@ -144,6 +170,9 @@ def request_identity(config: TrainConfig, request: PredictionRequest, has_own_we
         weights,
         tokenizer_folder(config),
     )
+    if request.metrics is not None and request.metrics.in_rows:
+        identity["metrics"] = request.metrics.identity()
+    return identity
 
 
 def _with_one_seed(context: ParallelContext, decoding: Resolved) -> Resolved:
@@ -196,6 +225,7 @@ def check_files(config: TrainConfig, tokenizer: Tokenizer) -> None:
     """
     section = config.inference or InferenceSection()
     check_outputs(section.output, section.input_data, protected_files(config), config.predict.metrics_file)
+    answer_metrics(config, None, None, 1)
     # Records in memory, of which there are none, where they are an argument of inference().
     open_input(config, tokenizer, section.input_data or [], config.predict.dataset_field)
 

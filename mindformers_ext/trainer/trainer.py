@@ -40,7 +40,7 @@ from mindformers_ext.trainer.model import (
     tokenizer_folder,
     training_tokenizer,
 )
-from mindformers_ext.trainer.report import RunMeter, report_run
+from mindformers_ext.trainer.report import RunMeter, report_metrics, report_run
 from mindformers_ext.trainer.request import (
     PredictionRequest,
     check_files,
@@ -180,6 +180,8 @@ class Trainer:
         dataset_field: str | None = None,
         collect: bool = True,
         resume: bool | Literal["auto"] | None = None,
+        metrics: Sequence[Any] | None = None,
+        reference_field: str | None = None,
         **generation: Any,
     ) -> list[tuple[int, list[int]]]:
         """Answers prompts and writes one row for each input record, in input order.
@@ -198,6 +200,9 @@ class Trainer:
             dataset_field: field of a record that holds the prompt; None takes ``predict.dataset_field``.
             collect: False returns an empty list, so that the answers of a long file need no memory.
             resume: None takes ``predict.resume``.
+            metrics: how answers are judged, as in the YAML; None takes ``predict.metrics``.
+            reference_field: field of a record that says what its answer should be; None takes
+                ``predict.reference_field``.
             **generation: options of decoding in the names of the YAML's ``generation``, and the plug-ins
                 ``logits_processor`` and ``stopping_criteria``; they win over the YAML.
 
@@ -217,10 +222,19 @@ class Trainer:
         if self.tokenizer is None:
             raise ValueError("inference() needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
         self._validate_pp_inference()
+        predict = self.config.predict
         options = inference_options(self.config, input_data, max_new_tokens, output, batch_size)
         with self._waiting("comparing the settings of all ranks", "start_timeout"):
             request = read_request(
-                self.config, self.tokenizer, self._model_config, self._context, options, dataset_field, generation
+                self.config,
+                self.tokenizer,
+                self._model_config,
+                self._context,
+                options,
+                dataset_field,
+                generation,
+                metrics,
+                reference_field,
             )
             require_same_request(self._context, request)
         logger.info("decoding: %s", request.decoding.describe())
@@ -230,14 +244,15 @@ class Trainer:
                 options.output,
                 lambda: request_identity(self.config, request, self._own_model or not self.is_inference),
                 request_facts(request),
-                self.config.predict.resume if resume is None else resume,
+                predict.resume if resume is None else resume,
                 repeatable=not request.decoding.seed_is_drawn,
                 needs_ids=collect,
             )
         with job:
             if job.is_complete:
-                self.last_summary, outputs = job.stored(collect)
+                self.last_summary, outputs = job.stored(collect, request.metrics)
                 logger.info("%s is complete, nothing is left to do", options.output)
+                report_metrics(self.last_summary, options.output if rank() == 0 and predict.metrics_file else "")
                 return outputs
             return self._answer(job, with_facts(request, job.facts), collect)
 
@@ -283,7 +298,7 @@ class Trainer:
             prepare=self._load_inference_checkpoint,
             agree=agree,
         )
-        self.last_summary, outputs = job.publish(result, collect)
+        self.last_summary, outputs = job.publish(result, collect, request.metrics)
         self.last_summary.seed = decoding.seed
         report_run(
             self.last_summary,
