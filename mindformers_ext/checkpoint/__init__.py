@@ -13,9 +13,15 @@ from mindformers_ext.checkpoint.load import (
     load_weights,
     open_weights,
 )
-from mindformers_ext.checkpoint.locate import Location, locate_checkpoint, model_files_folder, saved_step
+from mindformers_ext.checkpoint.locate import (
+    Location,
+    has_iterations,
+    locate_checkpoint,
+    model_files_folder,
+    saved_step,
+)
 from mindformers_ext.checkpoint.resume import TensorReader, TrainingState, load_training_state
-from mindformers_ext.checkpoint.save import check_no_other_run, check_save_path, save_checkpoint
+from mindformers_ext.checkpoint.save import check_no_other_run, check_save_path, keep_only, save_checkpoint
 
 __all__ = [
     "CheckReport",
@@ -29,6 +35,8 @@ __all__ = [
     "check_no_other_run",
     "check_save_path",
     "check_weights",
+    "has_iterations",
+    "keep_only",
     "load_training_state",
     "load_weights",
     "locate_checkpoint",

@@ -250,6 +250,11 @@ def iterations_in(folder: Path) -> list[str]:
     return sorted(names, key=lambda name: (int(name.rpartition("_")[2]), name))
 
 
+def has_iterations(folder: str | os.PathLike[str]) -> bool:
+    """Whether a root, which need not exist, holds checkpoints of training."""
+    return os.path.isdir(folder) and bool(iterations_in(Path(folder)))
+
+
 def rank_files(names: Iterable[str], kind: str) -> dict[str, re.Match[str]]:
     """Picks the MindFormers files of one kind, ``model`` or ``opt``: name -> match with prefix, rank and total."""
     matches = {name: _RANK_FILE.fullmatch(name) for name in names}

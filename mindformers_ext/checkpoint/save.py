@@ -208,6 +208,16 @@ def prune(newest: Path, save_max: int, written: list[Path]) -> None:
             logger.warning("could not delete the old checkpoint %s: %s", oldest, error)
 
 
+def keep_only(iteration: Path) -> None:
+    """Removes the other iterations of a root; one that cannot be removed is told in the log."""
+    for name in iterations_in(iteration.parent):
+        if name != iteration.name:
+            try:
+                remove_folder(iteration.parent / name)
+            except OSError as error:
+                logger.warning("could not delete the old checkpoint %s: %s", iteration.parent / name, error)
+
+
 def read_common(folder: Path) -> dict[str, Any]:
     """Reads what `save_checkpoint` was given as ``common``; keys that were left out are None.
 

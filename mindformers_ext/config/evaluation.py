@@ -133,10 +133,9 @@ def _metric(entry: Any, path: KeyPath, source: Source) -> MetricSection:
     required = _REQUIRED.get(kind)
     if required is not None and required not in options:
         raise source.error((*path, required), f"is missing; a metric of type {kind} needs it")
-    metric = build_section(METRICS[kind], options, path, source)
+    metric: MetricSection = build_section(METRICS[kind], options, path, source)
     if metric.name is None:
-        is_function = isinstance(metric, FunctionSection)
-        metric.name = metric.function.replace(":", ".").rpartition(".")[2] if is_function else kind
+        metric.name = metric.function.replace(":", ".").split(".")[-1] if isinstance(metric, FunctionSection) else kind
     return metric
 
 
@@ -145,7 +144,7 @@ class EvaluationSection(Section):
     """The arguments of an `EvaluationCallback`."""
 
     input_data: str | list[Any] | dict[str, Any] | None = None
-    output_dir: Name = "output/evaluation"
+    output_dir: Name | None = None
     eval_steps: Count | None = None
     eval_on_start: bool = False
     eval_on_end: bool = True

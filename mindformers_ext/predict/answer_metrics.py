@@ -119,7 +119,7 @@ class AnswerMetrics:
         return any(not isinstance(section, RegexSection | FunctionSection) for section in self.sections)
 
     def references(self, row: Mapping[str, Any]) -> list[str]:
-        """Returns what the answer of a row, or of a record, should be: no text, one, or several good ones."""
+        """Returns what the answer of a row should be: no text, one, or several good ones."""
         return reference_texts(own_field(row, self.reference_field))
 
     def row_values(self, row: Mapping[str, Any]) -> dict[str, float | None]:

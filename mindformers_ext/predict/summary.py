@@ -74,7 +74,8 @@ class RunSummary:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunSummary:
         """Returns the summary whose `to_dict` gave `values`."""
-        return cls(**{name: Counter(v) if name in ("errors", "finish_reasons") else v for name, v in values.items()})
+        counts: dict[str, Any] = {name: Counter(values[name]) for name in ("errors", "finish_reasons")}
+        return cls(**{**values, **counts})
 
     def add_answer(self, num_prompt_tokens: int) -> None:
         """Counts an answered record."""

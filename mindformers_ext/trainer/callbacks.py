@@ -19,6 +19,12 @@ class TrainerCallback:
     in a skipped step), ``learning_rate``, ``num_tokens`` (real input tokens of the step) and ``skipped``.
     """
 
+    def on_init_end(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
+        """Called once, when the Trainer is complete: the place to refuse what cannot work.
+
+        Has the keyword argument ``trainer`` besides, whose ``inference()`` may be called in the events that follow.
+        """
+
     def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
         """Called once, before the first step."""
 
@@ -48,6 +54,10 @@ class CallbackHandler(TrainerCallback):
     def add_callback(self, callback: TrainerCallback) -> None:
         """Adds a callback behind the others."""
         self.callbacks.append(callback)
+
+    def on_init_end(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
+        """See `TrainerCallback`."""
+        self._call("on_init_end", args, state, kwargs)
 
     def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
         """See `TrainerCallback`."""
@@ -157,12 +167,20 @@ class CheckpointCallback(TrainerCallback):
             self._saved_step = state.global_step
 
 
+# By import path, as the second needs what this file is part of.
+_BUILT_IN = {
+    "LossCallback": "mindformers_ext.trainer.callbacks.LossCallback",
+    "EvaluationCallback": "mindformers_ext.trainer.evaluation.EvaluationCallback",
+}
+_KNOWN = ", ".join(_BUILT_IN)
+
+
 def build_callbacks(entries: Sequence[Mapping[str, Any]]) -> list[TrainerCallback]:
     """Builds the callbacks of the ``callbacks`` section; a `LossCallback` comes first if none is listed.
 
     Args:
-        entries: each ``{"type": name, **arguments}``, where the name is ``LossCallback`` or the import path
-            ``package.module.Class`` of a `TrainerCallback`.
+        entries: each ``{"type": name, **arguments}``, where the name is ``LossCallback``, ``EvaluationCallback`` or the
+            import path ``package.module.Class`` of a `TrainerCallback`.
 
     Raises:
         ValueError: an entry cannot be built; its place in the list and the reason are given.
@@ -176,10 +194,10 @@ def build_callbacks(entries: Sequence[Mapping[str, Any]]) -> list[TrainerCallbac
 def _build(place: str, arguments: dict[str, Any]) -> TrainerCallback:
     name = arguments.pop("type", None)
     if not isinstance(name, str):
-        raise ValueError(f"{place}: type is missing; give LossCallback or an import path such as package.module.Class")
+        raise ValueError(f"{place}: type is missing; give {_KNOWN} or an import path such as package.module.Class")
     if name == "CheckpointCallback":
         raise ValueError(f"{place}: checkpoints are configured by the checkpoint section, not by a callback")
-    kind = LossCallback if name == "LossCallback" else _import(place, name)
+    kind = _import(place, _BUILT_IN.get(name, name))
     try:
         return kind(**arguments)
     except (TypeError, ValueError) as error:
@@ -189,7 +207,7 @@ def _build(place: str, arguments: dict[str, Any]) -> TrainerCallback:
 def _import(place: str, path: str) -> type[TrainerCallback]:
     module_name, _, class_name = path.rpartition(".")
     if not module_name:
-        raise ValueError(f"{place}: unknown callback {path!r}; use LossCallback or an import path package.module.Class")
+        raise ValueError(f"{place}: unknown callback {path!r}; use {_KNOWN} or an import path package.module.Class")
     try:
         kind = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:

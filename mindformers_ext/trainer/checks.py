@@ -1,7 +1,8 @@
-"""What set-up of a training run and ``--validate`` share: all that can be refused. Never imports mindspore."""
+"""What the set-up of a run and ``--validate`` share: all that can be refused. Never imports mindspore."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from mindformers_ext.checkpoint import (
     locate_checkpoint,
 )
 from mindformers_ext.config import TrainConfig
+from mindformers_ext.config.evaluation import build_metrics
 from mindformers_ext.models import TransformerConfig, check_described
-from mindformers_ext.predict import Tokenizer
+from mindformers_ext.predict import AnswerMetrics, Tokenizer
 from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.dataset import TrainDataset, build_dataset
 from mindformers_ext.trainer.train_state import TrainerState, data_mismatch
@@ -143,3 +145,27 @@ def saved_state(saved: TrainingState, steps: int, data: dict[str, Any]) -> Train
         logger.warning("train_dataset: another order of data than in %s: %s", saved.folder, ", ".join(order))
     state.data = data
     return state
+
+
+def answer_metrics(
+    config: TrainConfig,
+    metrics: Sequence[Any] | None = None,
+    reference_field: str | None = None,
+    num_sequences: int = 1,
+) -> AnswerMetrics | None:
+    """Returns what judges the answers of a run, None without metrics.
+
+    Args:
+        config: the whole configuration.
+        metrics: None takes ``predict.metrics``.
+        reference_field: None takes ``predict.reference_field``.
+        num_sequences: answers to each record.
+
+    Raises:
+        ValueError: a mistake in the metrics, or a function that cannot be imported.
+    """
+    section = config.predict
+    sections = build_metrics((section.metrics if metrics is None else metrics) or [], ("predict", "metrics"))
+    if not sections:
+        return None
+    return AnswerMetrics(sections, reference_field or section.reference_field, num_sequences, section.metrics_in_rows)

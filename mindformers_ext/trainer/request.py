@@ -11,13 +11,13 @@ from typing import Any
 
 from mindformers_ext.checkpoint import weights_digest
 from mindformers_ext.config import InferenceSection, TrainConfig
-from mindformers_ext.config.evaluation import build_metrics
 from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import AnswerMetrics, PromptTemplates, Record, Tokenizer, normalize_input, reads_stdin
 from mindformers_ext.predict.identity import digest
 from mindformers_ext.predict.metrics import check_outputs
 from mindformers_ext.runtime import logger, world_size
+from mindformers_ext.trainer.checks import answer_metrics
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.fingerprint import input_fingerprint
 from mindformers_ext.trainer.identity import run_identity, unrepeatable
@@ -95,21 +95,6 @@ def read_request(
     if judges is not None and not options.output:
         logger.warning("predict.metrics: no effect without an output: answers are judged as its rows are written")
     return PredictionRequest(options, field, records, templates, decoding, vocab_size, model_config, judges)
-
-
-def answer_metrics(
-    config: TrainConfig, metrics: Sequence[Any] | None, reference_field: str | None, num_sequences: int
-) -> AnswerMetrics | None:
-    """Returns what judges answers, None without metrics; see `read_request`.
-
-    Raises:
-        ValueError: a mistake in the metrics, or a function that cannot be imported.
-    """
-    section = config.predict
-    sections = build_metrics((section.metrics if metrics is None else metrics) or [], ("predict", "metrics"))
-    if not sections:
-        return None
-    return AnswerMetrics(sections, reference_field or section.reference_field, num_sequences, section.metrics_in_rows)
 
 
 def request_facts(request: PredictionRequest) -> dict[str, Any]:
@@ -225,7 +210,7 @@ def check_files(config: TrainConfig, tokenizer: Tokenizer) -> None:
     """
     section = config.inference or InferenceSection()
     check_outputs(section.output, section.input_data, protected_files(config), config.predict.metrics_file)
-    answer_metrics(config, None, None, 1)
+    answer_metrics(config)
     # Records in memory, of which there are none, where they are an argument of inference().
     open_input(config, tokenizer, section.input_data or [], config.predict.dataset_field)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from mindspore import nn
 
-from mindformers_ext.checkpoint import check_no_other_run, check_weights, saved_step
+from mindformers_ext.checkpoint import check_no_other_run, check_weights, keep_only, saved_step
 from mindformers_ext.config import TrainConfig, load_config
 from mindformers_ext.generate import GenerationStats
 from mindformers_ext.models import TransformerConfig, weight_layout
@@ -139,6 +139,8 @@ class Trainer:
             self.state = self._run.state
             self._weights_loaded = True
         self._compute_loss_func = compute_loss_func
+        if self._run is not None:
+            self._run.callbacks.on_init_end(self.config, self.state, trainer=self)
 
     def _read_tokenizer(self) -> Tokenizer | None:
         """Reads the tokenizer; in prediction, also finds mistakes that need no model."""
@@ -338,7 +340,7 @@ class Trainer:
 
         return watch
 
-    def save_checkpoint(self, save_path: str | os.PathLike[str] | None = None) -> Path:
+    def save_checkpoint(self, save_path: str | os.PathLike[str] | None = None, only: bool = False) -> Path:
         """Saves the weights of the moment, and in training the optimizer's state, in the layout of this job.
 
         Every process of the job calls it and writes what it holds; the folder loads in any layout, on any number of
@@ -347,6 +349,8 @@ class Trainer:
 
         Args:
             save_path: root folder, which all processes share; None takes ``checkpoint.save_path``.
+            only: this is to be the only checkpoint of the folder: once it is complete, all others there are removed,
+                whichever run they are of.
 
         Returns:
             The iteration folder.
@@ -360,7 +364,7 @@ class Trainer:
         self._load_inference_checkpoint()
         own_root = self._run is not None and section.enable_save and root == save_folder(self.config)
         with failing_together(self._context):
-            if root not in self._saved_to and not own_root:
+            if root not in self._saved_to and not own_root and not only:
                 check_no_other_run(root, None)
             step, common = self.state.global_step, self.state.to_common()
             tokenizer = tokenizer_folder(self.config)
@@ -371,6 +375,10 @@ class Trainer:
         folder = write_checkpoint(self.model, self._context, root, step, common, section, optimizer)
         write_description(self._context, root, described_by(self.model), tokenizer)
         self._saved_to.add(root)
+        if only:
+            with failing_together(self._context):
+                if self._context.rank == 0:
+                    keep_only(folder)
         logger.info("saved %s", folder)
         return folder
 

@@ -13,9 +13,11 @@ from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.models.rope import inverse_frequencies
 from mindformers_ext.parallel import ParallelDims
 from mindformers_ext.predict import Tokenizer, normalize_input, reads_stdin
+from mindformers_ext.predict.answer_metrics import reference_texts
 from mindformers_ext.predict.metrics import check_outputs
 from mindformers_ext.runtime import world_size
 from mindformers_ext.trainer.checks import (
+    answer_metrics,
     build_configured_dataset,
     check_saving,
     describe_data,
@@ -96,15 +98,19 @@ def _report_prediction(config: TrainConfig, model: TransformerConfig, values: in
     stored, path = read_stored(checkpoint_model_files(config))
     for name in SPECIAL_KEYS:
         stored_ids(name, stored, path)
+    metrics = answer_metrics(config)
     make_prompt = prompt_templates(config, tokenizer).prompt_maker(config.predict.dataset_field)
     if reads_stdin(section.input_data):
         print("input: standard input, which is not read here")
     elif section.input_data is not None:
-        records = errors = 0
+        records = errors = references = 0
         for record in normalize_input(section.input_data, config.predict.dataset_field, make_prompt):
             records += 1
             errors += record.error is not None
+            references += metrics is not None and bool(reference_texts(record.fields.get(metrics.reference_field)))
         print(f"input: {records} records, {errors} of them without a usable prompt")
+        if metrics is not None:
+            print(f"metrics: {references} records have a reference in the field '{metrics.reference_field}'")
     else:
         print("input: none in the configuration; it has to be an argument of inference()")
     print(f"output: {section.output}")
@@ -128,19 +134,22 @@ def _report_training(config: TrainConfig, model: TransformerConfig, values: int,
         if saved is not None:
             state = saved_state(saved, config.training.steps, data)
             print(f"continues: {saved.folder} after step {state.global_step}")
-    _check_with_mindspore(config)
+    _check_with_mindspore(config, model, tokenizer)
     print(
         f"memory: weights, gradients and optimizer {_size(_TRAINING_COPIES * values * _FLOAT_BYTES)}, and activations"
     )
 
 
-def _check_with_mindspore(config: TrainConfig) -> None:
+def _check_with_mindspore(config: TrainConfig, model: TransformerConfig, tokenizer: Tokenizer | None) -> None:
     from mindformers_ext.trainer.callbacks import build_callbacks
+    from mindformers_ext.trainer.evaluation import EvaluationCallback, check_evaluation
     from mindformers_ext.trainer.lr_scheduler import build_schedule
     from mindformers_ext.trainer.training import check_batch_sizes
 
     check_batch_sizes(config.training)
-    build_callbacks([{"type": entry.type, **entry.extra} for entry in config.callbacks])
+    for callback in build_callbacks([{"type": entry.type, **entry.extra} for entry in config.callbacks]):
+        if isinstance(callback, EvaluationCallback):
+            check_evaluation(callback.section, config, tokenizer, model)
     scheduler = config.lr_scheduler
     options = {name: getattr(scheduler, name) for name in scheduler.to_dict() if name not in scheduler.extra}
     build_schedule(options, config.training.steps)
