@@ -150,17 +150,24 @@ class Trainer:
         check_files(self.config, tokenizer)
         return tokenizer
 
-    def train(self) -> TrainerState:
+    def train(self, until: int | None = None) -> TrainerState:
         """Trains up to ``training.steps``; a checkpoint with optimizer in ``checkpoint.load_path`` is continued.
+
+        Args:
+            until: end after this step already, for example to call `inference`; the next call goes on, and all calls
+                together do what a single one does. None, and at most, ``training.steps``.
 
         Returns:
             The progress, with the log in ``log_history``.
 
         Raises:
             RuntimeError: run_mode is ``predict``, or the loss is not finite.
+            ValueError: ``until`` is out of range.
         """
         if self._run is None:
             raise RuntimeError("train() needs run_mode: train; this Trainer was built with run_mode: predict")
+        if until is not None and not 1 <= until <= self.state.max_steps:
+            raise ValueError(f"until must be a step from 1 to training.steps ({self.state.max_steps}), not {until!r}")
         run = self._run
         return train_loop(
             self.model,
@@ -171,6 +178,7 @@ class Trainer:
             run.callbacks,
             self.state,
             self._compute_loss_func,
+            until,
         )
 
     def inference(

@@ -56,6 +56,7 @@ def train_loop(
     callbacks: TrainerCallback,
     state: TrainerState,
     compute_loss_func: LossFunction | None = None,
+    until: int | None = None,
 ) -> TrainerState:
     """Trains from ``state.global_step`` to ``state.max_steps``.
 
@@ -73,6 +74,7 @@ def train_loop(
         state: progress so far; updated in place.
         compute_loss_func: ``(model outputs without labels, labels) -> mean loss over the labels that are not -100``,
             instead of the model's own loss.
+        until: the step to end after instead.
 
     Returns:
         ``state``.
@@ -83,14 +85,15 @@ def train_loop(
     """
     options: TrainingOptions = config.training
     check_batch_sizes(options)
-    if state.global_step >= state.max_steps:
-        logger.warning("nothing to train: step %d of %d is reached already", state.global_step, state.max_steps)
+    last = state.max_steps if until is None else until
+    if state.global_step >= last:
+        logger.warning("nothing to train: step %d of %d is reached already", state.global_step, last)
     loss_and_grads = gradient_function(model, optimizer.params, compute_loss_func)
     skipped_in_a_row = 0
     model.set_train(True)
     callbacks.on_train_begin(config, state)
     begins_epoch = True
-    while state.global_step < state.max_steps:
+    while state.global_step < last:
         if begins_epoch:
             callbacks.on_epoch_begin(config, state)
         callbacks.on_step_begin(config, state)
