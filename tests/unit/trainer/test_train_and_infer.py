@@ -40,9 +40,9 @@ def random_states():
     return [random.getstate(), repr(np.random.get_state()), ms.get_rng_state().asnumpy().tolist()]
 
 
-def predicted(folder, prompts=PROMPTS):
+def predicted(folder, prompts=PROMPTS, max_new_tokens=6):
     settings = {"run_mode": "predict", "checkpoint": {"load_path": folder}, "inference": {}}
-    return Trainer(settings).inference(prompts, max_new_tokens=6, batch_size=2, output="")
+    return Trainer(settings).inference(prompts, max_new_tokens=max_new_tokens, batch_size=2, output="")
 
 
 def test_ten_steps_inference_and_ten_more_equal_twenty_to_the_last_digit():
@@ -78,19 +78,13 @@ def test_every_family_answers_with_the_weights_of_the_moment(family, tmp_path, m
     monkeypatch.chdir(tmp_path)
     settings = configuration(family)
     settings["training"]["steps"], settings["lr_scheduler"]["learning_rate"] = 4, 5e-2
-    settings["checkpoint"]["save_interleaved_steps"] = 2
     prompts = ["The capital of France is", "37 + 45 ="]
     trainer = Trainer(settings)
     answers = [trainer.inference(prompts, max_new_tokens=8, output="")]
     for step in (2, 4):
         trainer.train(until=step)
         answers.append(trainer.inference(prompts, max_new_tokens=8, output=""))
-        predict = {
-            "run_mode": "predict",
-            "checkpoint": {"load_path": f"saved/iteration_{step:08d}"},
-            "inference": {},
-        }
-        assert answers[-1] == Trainer(predict).inference(prompts, max_new_tokens=8, output="")
+    assert answers[2] == predicted("saved", prompts, 8)
     assert answers[0] != answers[1]
 
 
