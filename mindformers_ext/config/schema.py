@@ -330,6 +330,7 @@ class PredictSection(Section):
     dataset_field: Name = "instruction"
     prompt_template: Name | None = None
     chat_template: Name = "none"
+    share_prompts: bool = True
     skip_special_tokens: bool = True
     suppress_unnamed_tokens: bool = False
     progress: bool = True

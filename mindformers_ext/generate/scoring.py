@@ -336,7 +336,10 @@ class _Forwards:
             given["logits_to_keep"] = 1
         else:
             asked = np.flatnonzero((targets >= 0).any(0))
-            given |= {"score_targets": _tensor(targets), "logits_to_keep": length - (int(asked[0]) if len(asked) else 0)}
+            given |= {
+                "score_targets": _tensor(targets),
+                "logits_to_keep": length - (int(asked[0]) if len(asked) else 0),
+            }
         if self._before_forward is not None:
             self._before_forward()
         if self._lockstep is not None:

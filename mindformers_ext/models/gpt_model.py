@@ -79,9 +79,9 @@ class GPTModel(nn.Cell):
 
         Returns:
             With score_targets ``{"scores": float32 [B, S, 4], "past_key_values": past_key_values}``, see
-            `ops.token_scores`; zeros where nothing is asked. With labels the mean loss, a float32 scalar. Without, ``{"logits": float32 [B, S or kept, V],
-            "past_key_values": past_key_values}``; under tensor parallelism the logits of this process' part of the
-            vocabulary.
+            `ops.token_scores`; zeros where nothing is asked. With labels the mean loss, a float32 scalar. Else
+            ``{"logits": float32 [B, S or kept, V], "past_key_values": past_key_values}``; under tensor parallelism the
+            logits of this process' part of the vocabulary.
         """
         batch, length = input_ids.shape
         past = past_key_values[0].length if past_key_values else 0

@@ -9,9 +9,7 @@ HIGHEST, SUM, BEST, TARGET = range(4)
 _CACHED = 2**18
 
 
-def token_scores(
-    logits: np.ndarray, targets: np.ndarray, first: int = 0, rows: np.ndarray | None = None
-) -> np.ndarray:
+def token_scores(logits: np.ndarray, targets: np.ndarray, first: int = 0, rows: np.ndarray | None = None) -> np.ndarray:
     """Returns what joins with the same of other parts of the vocabulary to log-probabilities.
 
     Args:
@@ -21,9 +19,9 @@ def token_scores(
         rows: int ``[N]``, the row of each target; None: target i belongs to row i.
 
     Returns:
-        float32 ``[N, 4]``: the highest logit of the row, the sum of ``exp(logit - highest)``, the id of the highest (the
-        lowest of equal ones; exact below 2^24), and the target's logit, -inf where that is in another part. A row with
-        nan has nan for its highest logit.
+        float32 ``[N, 4]``: the highest logit of the row, the sum of ``exp(logit - highest)``, the id of the highest
+        (the lowest of equal ones; exact below 2^24), and the target's logit, -inf where that is in another part. A row
+        with nan has nan for its highest logit.
     """
     best = logits.argmax(axis=1)  # nan counts as the highest
     highest = np.take_along_axis(logits, best[:, None], axis=1)

@@ -211,7 +211,7 @@ class _Emitter:
     def _answered(self, job: Job) -> None:
         rows = []
         outputs = []
-        for index, completion in enumerate(job.completions):
+        for index, completion in enumerate(job.answers):
             new_ids = [int(token) for token in completion.token_ids]  # a foreign model may give numpy's
             outputs.append((job.record.index, job.prompt_ids + new_ids))
             if self.writer is not None:
@@ -222,7 +222,7 @@ class _Emitter:
                 rows.append(answer_row(job.record, job.prompt_ids, new_ids, text, completion, sequence))
         self._write(job, rows)
         self.summary.add_answer(len(job.prompt_ids))
-        for completion in job.completions:
+        for completion in job.answers:
             self.summary.add_sequence(len(completion.token_ids), completion.finish_reason)
         if self.collect:
             self.outputs += outputs

@@ -12,14 +12,15 @@ from mindspore import nn
 
 from mindformers_ext.checkpoint import check_no_other_run, check_weights, saved_step
 from mindformers_ext.config import TrainConfig, load_config
-from mindformers_ext.generate import GenerationStats
+from mindformers_ext.generate import GenerationStats, Likelihood, Pair
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
-from mindformers_ext.predict import JobStoppedError, RunSummary, Tokenizer
+from mindformers_ext.predict import Decode, JobStoppedError, RunSummary, Tokenizer
 from mindformers_ext.predict.identity import digest
 from mindformers_ext.predict.metrics import Latencies
+from mindformers_ext.predict.pairs import prefix_token
 from mindformers_ext.predict.progress import estimate_total
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
 from mindformers_ext.trainer.batch_job import BatchJob, open_batch_job
@@ -30,7 +31,9 @@ from mindformers_ext.trainer.inference import (
     Watch,
     build_inference_tokenizer,
     configure_inference,
+    decode_together,
     generate_from_records,
+    num_replicas,
     without_unnamed_tokens,
 )
 from mindformers_ext.trainer.model import (
@@ -52,6 +55,7 @@ from mindformers_ext.trainer.request import (
     with_facts,
 )
 from mindformers_ext.trainer.saving import write_checkpoint, write_description
+from mindformers_ext.trainer.scoring import LIKELIHOODS, score_pairs, score_rolling, scoring_decode
 from mindformers_ext.trainer.setup import TrainingRun, build_training_run, described_by
 from mindformers_ext.trainer.train_state import TrainerState
 from mindformers_ext.trainer.training import LossFunction, train_loop
@@ -295,6 +299,67 @@ class Trainer:
             metrics_file=predict.metrics_file,
         )
         return outputs
+
+    def score(
+        self, pairs: Sequence[Pair], batch_size: int | None = None, share_prompts: bool | None = None
+    ) -> list[Likelihood]:
+        """Returns the log-probabilities of continuations under the weights of the moment; every rank calls it.
+
+        Args:
+            pairs: ids of a context and of its continuation, neither of them empty; see `predict.pairs`. Those with
+                equal contexts share them where they are neighbours.
+            batch_size: contexts that run together on a replica; None takes ``inference.batch_size``.
+            share_prompts: None takes ``predict.share_prompts``.
+
+        Returns:
+            A `Likelihood` for each pair: ``total``, ``is_greedy``, ``token_logprobs``.
+
+        Raises:
+            ValueError: an empty context or continuation, ids that the model does not have, or a pair that is too long.
+            FloatingPointError: the probability of a token is no finite number.
+        """
+        return score_pairs(self._scoring_decode(share_prompts), pairs, self._scoring_batch(batch_size))
+
+    def score_rolling(
+        self,
+        texts: Sequence[Sequence[int]],
+        prefix: int | None = None,
+        max_length: int | None = None,
+        batch_size: int | None = None,
+    ) -> list[float]:
+        """Returns the log-likelihood of whole texts of any length, as lm-eval's ``loglikelihood_rolling`` does.
+
+        Args:
+            texts: token ids of each.
+            prefix: the id before a text's first token; None takes the tokenizer's, see `predict.pairs.prefix_token`.
+            max_length: tokens of a window; None takes the model's length.
+            batch_size: windows that run together on a replica; None takes ``inference.batch_size``.
+
+        Raises:
+            ValueError: no prefix or length can be had, or see `score`.
+            FloatingPointError: see `score`.
+        """
+        if prefix is None:
+            if self.tokenizer is None:
+                raise ValueError("score_rolling() needs a prefix, as this Trainer has no tokenizer")
+            prefix = prefix_token(self.tokenizer)
+        max_length = getattr(self._model_config, "seq_length", None) if max_length is None else max_length
+        if max_length is None:
+            raise ValueError("score_rolling() needs max_length: the model's config does not give its length")
+        decode = self._scoring_decode(None)
+        return score_rolling(decode, texts, prefix, max_length, self._scoring_batch(batch_size))
+
+    def _scoring_batch(self, batch_size: int | None) -> int:
+        options = inference_options(self.config, None, None, None, batch_size)
+        return options.batch_size * num_replicas(self._context)
+
+    def _scoring_decode(self, share_prompts: bool | None) -> Decode:
+        self._validate_pp_inference()
+        self._load_inference_checkpoint()
+        stats = GenerationStats()
+        share = self.config.predict.share_prompts if share_prompts is None else share_prompts
+        decode = scoring_decode(self.model, stats, share, self.config.generation.prefill_chunk_size)
+        return decode_together(decode, self.model, self._context, self._watched(stats), exchange=LIKELIHOODS)
 
     @property
     def _model_config(self) -> Any:
