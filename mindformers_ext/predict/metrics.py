@@ -183,6 +183,7 @@ def run_metrics(
         },
         "finish_reasons": dict(sorted(summary.finish_reasons.items())),
         "errors": dict(sorted(summary.errors.items())),
+        **({"scores": summary.scores} if summary.scores else {}),
         "wall_seconds": summary.wall_seconds,
         "tokens": {"prompt": summary.prompt_tokens, "new": summary.new_tokens},
         "prefill": _rate(timings.prefill_tokens, timings.prefill_seconds),

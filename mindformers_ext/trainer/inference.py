@@ -14,9 +14,12 @@ from mindformers_ext.models import TransformerConfig
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import Completion, Decode, Record, RunResult, Tokenizer, run_generation
 from mindformers_ext.predict.metrics import Latencies
+from mindformers_ext.predict.run import run_records
+from mindformers_ext.predict.scoring import ScoringTask
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.model import checkpoint_model_files, resolve_model_config
 from mindformers_ext.trainer.replicas import COMPLETIONS, Exchange, shared_decode
+from mindformers_ext.trainer.scoring import LIKELIHOODS, scoring_decode
 
 Watch = Callable[[Sequence[int]], AbstractContextManager[None]]
 
@@ -30,6 +33,7 @@ __all__ = [
     "generate_from_records",
     "num_replicas",
     "resolve_generation",
+    "score_from_records",
     "without_unnamed_tokens",
 ]
 
@@ -153,6 +157,46 @@ def generate_from_records(
         batch_size=batch_size * num_replicas(context),
         max_new_tokens=config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
         num_sequences=config.num_return_sequences,
+        **options,
+    )
+
+
+def score_from_records(
+    model: Any,
+    task: ScoringTask,
+    records: Iterable[Record],
+    stats: GenerationStats,
+    share_prompts: bool,
+    chunk_size: int,
+    context: ParallelContext | None = None,
+    watch: Watch | None = None,
+    batch_size: int = 1,
+    latencies: Latencies | None = None,
+    step_check: Callable[[], Callable[[], None]] | None = None,
+    **options: Any,
+) -> RunResult:
+    """Scores records in batches, which the replicas of a job share.
+
+    Args:
+        model: see `generate_from_records`, as what is not named here.
+        task: what is scored.
+        records: see there.
+        stats: see there.
+        share_prompts: see `score_groups`.
+        chunk_size: see there.
+        context: see `generate_from_records`.
+        watch: see there.
+        batch_size: see there.
+        latencies: see there.
+        step_check: see there.
+        **options: further arguments of `mindformers_ext.predict.run.run_records`.
+    """
+    decode = scoring_decode(model, stats, share_prompts, chunk_size, step_check)
+    return run_records(
+        records,
+        task,
+        decode_together(decode, model, context, watch, latencies, exchange=LIKELIHOODS),
+        batch_size=batch_size * num_replicas(context),
         **options,
     )
 
