@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from mindformers_ext.config.build import build_section
 from mindformers_ext.config.errors import KeyPath, Source, show
 from mindformers_ext.config.generation import GenerationSection, conflicts
-from mindformers_ext.config.schema import Regex
-from mindformers_ext.config.section import Check, Count, Name, NonNegativeFloat, Section
+from mindformers_ext.config.schema import PredictSection, Regex
+from mindformers_ext.config.section import Check, Count, Name, NonNegativeFloat, Section, yaml_fields
 
 FunctionPath = Annotated[
     str,
@@ -88,6 +88,12 @@ METRICS: dict[str, type[MetricSection]] = {
 }
 # Ends the name of a value that asks whether any of a record's answers is right.
 ANY_SUFFIX = "_any"
+# What the task `score` gives instead of metrics over answers, see `predict.score_sums`.
+SCORE_METRICS = (
+    *("acc", "acc_norm", "acc_bytes", "greedy", "target_perplexity", "nll", "token_perplexity"),
+    *("word_perplexity", "byte_perplexity", "bits_per_byte"),
+)
+_SMALLER_IS_BETTER = ("nll", "perplexity", "bits_per_byte", "loss")
 _REQUIRED = {"regex": "pattern", "function": "function"}
 
 
@@ -148,16 +154,32 @@ class EvaluationSection(Section):
     eval_steps: Count | None = None
     eval_on_start: bool = False
     eval_on_end: bool = True
-    task: Literal["generate"] = "generate"
     max_new_tokens: Count | None = None
     batch_size: Count | None = None
+    task: Literal["generate", "score"] | None = None
     dataset_field: Name | None = None
-    reference_field: Name | None = None
-    generation: GenerationSection = field(default_factory=GenerationSection)
     metrics: list[Any] | None = None
+    reference_field: Name | None = None
+    metrics_in_rows: bool | None = None
+    target_field: Name | None = None
+    answer_field: Name | None = None
+    target_delimiter: str | None = None
+    rolling: bool | None = None
+    generation: GenerationSection = field(default_factory=GenerationSection)
     metric_for_best_model: Name | None = None
-    greater_is_better: bool = True
+    greater_is_better: bool | None = None
     best_dir: Name | None = None
+
+    def predict_options(self) -> dict[str, Any]:
+        """Returns the keys of ``predict`` that differ in the evaluation."""
+        names = yaml_fields(PredictSection).keys() & yaml_fields(EvaluationSection).keys()
+        return {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
+
+    def prefers_greater(self) -> bool:
+        """Whether a greater value of the metric is better; where nobody says, its name does."""
+        if self.greater_is_better is not None:
+            return self.greater_is_better
+        return not (self.metric_for_best_model or "").endswith(_SMALLER_IS_BETTER)
 
 
 def build_evaluation(options: Mapping[str, Any], path: KeyPath, source: Source | None = None) -> EvaluationSection:
@@ -181,16 +203,18 @@ def build_evaluation(options: Mapping[str, Any], path: KeyPath, source: Source |
         raise source.error((*path, "generation", key), problem)
     if section.eval_steps is None and not section.eval_on_start and not section.eval_on_end:
         raise source.error(path, "never evaluates; give eval_steps, eval_on_start or eval_on_end")
-    if section.metrics is not None:
-        build_metrics(section.metrics, (*path, "metrics"), source)
+    build_metrics(section.metrics or [], (*path, "metrics"), source)
     if section.best_dir is not None and section.metric_for_best_model is None:
         raise source.error((*path, "best_dir"), "needs metric_for_best_model, which says what best means")
     return section
 
 
-def best_metric_mistake(name: str, metrics: Sequence[MetricSection]) -> str | None:
-    """Returns what is wrong with `metric_for_best_model`, or None if it is the name of one of the metrics."""
+def best_metric_mistake(name: str, predict: PredictSection) -> str | None:
+    """Returns what is wrong with `metric_for_best_model`, None if the evaluation of `predict` has such a value."""
+    metrics = build_metrics(predict.metrics or [], ("predict", "metrics"))
     values = [value for metric in metrics for value in (metric.name or "", f"{metric.name}{ANY_SUFFIX}")]
+    if predict.task == "score":
+        values = list(SCORE_METRICS)
     if name in values:
         return None
     if not values:

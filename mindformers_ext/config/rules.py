@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from mindformers_ext.config.build import unknown_key
+from mindformers_ext.config.build import build_section, unknown_key
 from mindformers_ext.config.errors import KeyPath, Source, joined
 from mindformers_ext.config.evaluation import best_metric_mistake, build_evaluation, build_metrics
 from mindformers_ext.config.generation import conflicts, without_effect
-from mindformers_ext.config.schema import CallbackSection, TrainConfig
+from mindformers_ext.config.schema import PredictSection, TrainConfig
 from mindformers_ext.config.section import OpenSection, Section
 
 OPTIMIZERS = ("AdamW",)
@@ -45,6 +45,22 @@ TRAINING_ONLY = (
     *("checkpoint.enable_save", "checkpoint.save_max", "checkpoint.save_interleaved_steps"),
     *("checkpoint.no_save_optim", "checkpoint.no_load_optim"),
 )
+# What only one of the tasks reads.
+SCORE_KEYS = (
+    "target_field",
+    "answer_field",
+    "target_delimiter",
+    "truncation",
+    "rolling",
+    "token_logprobs",
+    "share_prompts",
+)
+GENERATE_KEYS = (
+    *("skip_special_tokens", "suppress_unnamed_tokens"),
+    *("metrics", "reference_field", "metrics_in_rows"),
+)
+# The one option of decoding that scoring has: how much of a prompt is in one forward.
+SCORE_OPTIONS = ("prefill_chunk_size",)
 # Switches, and the value that asks for what happens anyway; so does false everywhere.
 _OFF = {"recompute.mode": "None", "context.mode": 1}
 _SWITCHES = {"recompute": "mode", "recompute_comm": "enable", "swap": "enable", "profiler": "enable_profiling"}
@@ -100,7 +116,7 @@ def _check_supported(config: TrainConfig, source: Source) -> None:
     problems = [source.error(("generation", key), problem) for key, problem in conflicts(config.generation)]
     if problems:
         raise joined(problems)
-    build_metrics(config.predict.metrics or [], ("predict", "metrics"), source)
+    _check_predict_section(config.predict, ("predict",), source)
 
 
 def _check_predict(config: TrainConfig, source: Source) -> None:
@@ -112,6 +128,18 @@ def _check_predict(config: TrainConfig, source: Source) -> None:
             ("checkpoint", "load_path"),
             "is missing; run_mode: predict needs the folder that holds weights and tokenizer",
         )
+
+
+def _check_predict_section(predict: PredictSection, path: KeyPath, source: Source) -> None:
+    build_metrics(predict.metrics or [], (*path, "metrics"), source)
+    if predict.task != "score":
+        return
+    if predict.target_field is None:
+        for name in ("answer_field", "truncation"):
+            if getattr(predict, name) not in (None, "none"):
+                raise source.error((*path, name), "needs predict.target_field: the field with what is scored")
+    elif predict.rolling:
+        raise source.error((*path, "rolling"), "excludes target_field: it scores the prompts themselves")
 
 
 def _check_train(config: TrainConfig, source: Source, provided: Collection[str]) -> None:
@@ -135,21 +163,44 @@ def _check_train(config: TrainConfig, source: Source, provided: Collection[str])
         if callback.type is None:
             raise source.error(("callbacks", index, "type"), "is missing; a callback is chosen by its type")
         if callback.type == "EvaluationCallback":
-            _check_evaluation(config, callback, ("callbacks", index), source)
+            _check_evaluation(config, index, source)
     if config.checkpoint.enable_save and not config.checkpoint.save_path.strip():
         raise source.error(
             ("checkpoint", "save_path"), "is missing; give the folder to save to, or set checkpoint.enable_save: false"
         )
 
 
-def _check_evaluation(config: TrainConfig, callback: CallbackSection, path: KeyPath, source: Source) -> None:
-    section = build_evaluation(callback.extra, path, source)
-    if section.metric_for_best_model is None:
-        return
-    metrics = build_metrics(section.metrics or config.predict.metrics or [], path, source)
-    mistake = best_metric_mistake(section.metric_for_best_model, metrics)
-    if mistake is not None:
-        raise source.error((*path, "metric_for_best_model"), mistake)
+def _check_evaluation(config: TrainConfig, index: int, source: Source) -> None:
+    path = ("callbacks", index)
+    section = build_evaluation(config.callbacks[index].extra, path, source)
+    predict = merged_predict(config.predict, section.predict_options(), path, source)
+    if section.metric_for_best_model is not None:
+        mistake = best_metric_mistake(section.metric_for_best_model, predict)
+        if mistake is not None:
+            raise source.error((*path, "metric_for_best_model"), mistake)
+    for other in config.callbacks[:index]:
+        if other.type == "EvaluationCallback" and other.extra.get("output_dir") == section.output_dir:
+            raise source.error((*path, "output_dir"), "is that of another EvaluationCallback; give each its own")
+
+
+def merged_predict(
+    section: PredictSection, options: Mapping[str, Any], path: KeyPath = ("predict",), source: Source | None = None
+) -> PredictSection:
+    """Returns the section with other values for some of its keys.
+
+    Args:
+        section: as the YAML has it.
+        options: names and values.
+        path: where the options stand, for messages.
+        source: where they came from.
+
+    Raises:
+        ConfigError: an unknown key, a value out of range, or keys that do not go together.
+    """
+    source = source or Source()
+    merged = build_section(PredictSection, {**section.written(), **options}, path, source)
+    _check_predict_section(merged, path, source)
+    return merged
 
 
 def batch_size_mistake(local: int, total: int, rampup: Sequence[int] | None) -> tuple[str, str] | None:
@@ -216,9 +267,13 @@ def _refuse_extra(section: OpenSection, path: tuple[str, ...], source: Source) -
 
 
 def _warnings(config: TrainConfig) -> Iterator[str]:
-    for sentence in without_effect(config.generation, config.generation.explicit()):
-        yield f"generation: {sentence}"
+    scores = config.run_mode == "predict" and config.predict.task == "score"
+    if not scores:
+        for sentence in without_effect(config.generation, config.generation.explicit()):
+            yield f"generation: {sentence}"
     if config.run_mode == "predict":
+        if idle := _of_another_task(config):
+            yield f"no effect with predict.task: {config.predict.task}: {', '.join(idle)}"
         keys = (*TRAINING_ONLY, *(key for group in NO_EFFECT.values() for key in group))
         sections = {key for key in keys if _asks(config, key)}
         named = [key for key in keys if key in sections and not _parents(key) & sections]
@@ -229,6 +284,15 @@ def _warnings(config: TrainConfig) -> Iterator[str]:
         named = [key for key in keys if _asks(config, key)]
         if named:
             yield f"no effect: {', '.join(named)} ({reason})"
+
+
+def _of_another_task(config: TrainConfig) -> list[str]:
+    """The keys that the user wrote and that only another task reads."""
+    if config.predict.task == "generate":
+        return [f"predict.{name}" for name in SCORE_KEYS if name in config.predict.given]
+    asked = [f"inference.{name}" for name in ("max_new_tokens",) if config.inference and name in config.inference.given]
+    asked += [f"generation.{name}" for name in config.generation.explicit() if name not in SCORE_OPTIONS]
+    return asked + [f"predict.{name}" for name in GENERATE_KEYS if name in config.predict.given]
 
 
 def _parents(key: str) -> set[str]:

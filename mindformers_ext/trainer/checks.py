@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from mindformers_ext.checkpoint import (
 )
 from mindformers_ext.config import TrainConfig
 from mindformers_ext.config.evaluation import build_metrics
+from mindformers_ext.config.schema import PredictSection
 from mindformers_ext.models import TransformerConfig, check_described
 from mindformers_ext.predict import AnswerMetrics, Tokenizer
 from mindformers_ext.runtime import logger
@@ -147,25 +147,17 @@ def saved_state(saved: TrainingState, steps: int, data: dict[str, Any]) -> Train
     return state
 
 
-def answer_metrics(
-    config: TrainConfig,
-    metrics: Sequence[Any] | None = None,
-    reference_field: str | None = None,
-    num_sequences: int = 1,
-) -> AnswerMetrics | None:
-    """Returns what judges the answers of a run, None without metrics.
+def answer_metrics(section: PredictSection, num_sequences: int = 1) -> AnswerMetrics | None:
+    """Returns what judges the answers of a run, None without metrics or where nothing is answered.
 
     Args:
-        config: the whole configuration.
-        metrics: None takes ``predict.metrics``.
-        reference_field: None takes ``predict.reference_field``.
+        section: ``predict``.
         num_sequences: answers to each record.
 
     Raises:
         ValueError: a mistake in the metrics, or a function that cannot be imported.
     """
-    section = config.predict
-    sections = build_metrics((section.metrics if metrics is None else metrics) or [], ("predict", "metrics"))
-    if not sections:
+    if not section.metrics or section.task != "generate":
         return None
-    return AnswerMetrics(sections, reference_field or section.reference_field, num_sequences, section.metrics_in_rows)
+    sections = build_metrics(section.metrics, ("predict", "metrics"))
+    return AnswerMetrics(sections, section.reference_field, num_sequences, section.metrics_in_rows)

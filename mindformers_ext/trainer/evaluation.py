@@ -92,15 +92,13 @@ class EvaluationCallback(TrainerCallback):
             section.max_new_tokens,
             output,
             section.batch_size,
-            section.dataset_field,
             collect=False,
             resume=False,  # the weights are others, whatever is there
-            metrics=section.metrics,
-            reference_field=section.reference_field,
+            predict=section.predict_options(),
             **section.generation.explicit(),
         )
         summary = self._trainer.last_summary
-        values = metric_values(summary.metrics) if summary.metrics else {}
+        values = metric_values(summary.metrics) if summary.metrics else dict(summary.scores)
         line = {
             "step": step,
             "epoch": state.epoch,
@@ -123,7 +121,7 @@ class EvaluationCallback(TrainerCallback):
         """Saves the checkpoint if it is better than all before; the one before goes when the new one is complete."""
         name = self.section.metric_for_best_model
         value = None if name is None else values.get(name)
-        if value is None or not _is_better(value, self._best, self.section.greater_is_better):
+        if value is None or not _is_better(value, self._best, self.section.prefers_greater()):
             return False
         if not (self._best_folder / BEST_FILE).exists():  # says whose folder it is, before anything else is in it
             _write_json(self._best_folder / BEST_FILE, {"metric": name, "value": None, "step": None})
@@ -208,13 +206,12 @@ def check_evaluation(
         output = os.fspath(folder / "eval_step_0.jsonl")
         options = inference_options(config, section.input_data, section.max_new_tokens, output, section.batch_size)
         request = read_request(
-            *(config, tokenizer, model_config, single(), options, section.dataset_field),
+            *(config, tokenizer, model_config, single(), options, None),
             section.generation.explicit(),
-            section.metrics,
-            section.reference_field,
+            section.predict_options(),
         )
         _check_records(request)
-        _check_best(section, config, request, best)
+        _check_best(section, request.config, best)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"EvaluationCallback: {error}") from error
     except PermissionError as error:
@@ -238,12 +235,11 @@ def _check_records(request: PredictionRequest) -> None:
         raise ValueError(f"reference_field: none of the {total} records has a reference in the field '{field}'")
 
 
-def _check_best(section: EvaluationSection, config: TrainConfig, request: PredictionRequest, best: Path) -> None:
+def _check_best(section: EvaluationSection, config: TrainConfig, best: Path) -> None:
     """Refuses a metric that is not there, and a folder in which other checkpoints would be removed."""
     if section.metric_for_best_model is None:
         return
-    known = [] if request.metrics is None else request.metrics.sections
-    mistake = best_metric_mistake(section.metric_for_best_model, known)
+    mistake = best_metric_mistake(section.metric_for_best_model, config.predict)
     if mistake is not None:
         raise ValueError(f"metric_for_best_model: {mistake}")
     place = Path(os.path.realpath(best))

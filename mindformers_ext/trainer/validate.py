@@ -98,7 +98,7 @@ def _report_prediction(config: TrainConfig, model: TransformerConfig, values: in
     stored, path = read_stored(checkpoint_model_files(config))
     for name in SPECIAL_KEYS:
         stored_ids(name, stored, path)
-    metrics = answer_metrics(config)
+    metrics = answer_metrics(config.predict)
     make_prompt = prompt_templates(config, tokenizer).prompt_maker(config.predict.dataset_field)
     if reads_stdin(section.input_data):
         print("input: standard input, which is not read here")

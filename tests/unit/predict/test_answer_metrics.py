@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mindformers_ext.config import ConfigError
-from mindformers_ext.config.evaluation import build_metrics
+from mindformers_ext.config.evaluation import SCORE_METRICS, build_metrics
 from mindformers_ext.predict.answer_metrics import (
     AnswerMetrics,
     format_metrics,
@@ -14,6 +14,7 @@ from mindformers_ext.predict.answer_metrics import (
     metric_values,
     reference_texts,
 )
+from mindformers_ext.predict.score_sums import add_score, score_metrics
 
 
 def rows(*pairs, field="answer"):
@@ -251,3 +252,12 @@ def test_mistakes_are_refused_with_place_and_nearest_name(entries, problem):
 def test_one_metric_may_come_twice_under_two_names():
     found = build_metrics(["exact_match", {"type": "exact_match", "name": "loose", "ignore_case": True}], ())
     assert [section.name for section in found] == ["exact_match", "loose"]
+
+
+def test_the_names_of_scores_that_a_best_checkpoint_may_follow_are_those_that_there_are():
+    sums: dict[str, float] = {}
+    score = {"loglikelihood": -1.0, "num_target_tokens": 2}
+    add_score(sums, {"best": 0, "acc": 1, "acc_norm": 1, "acc_bytes": 0})
+    add_score(sums, {**score, "is_greedy": True})
+    add_score(sums, {**score, "num_words": 1, "num_bytes": 4})
+    assert score_metrics(sums).keys() == set(SCORE_METRICS)
