@@ -213,12 +213,41 @@ def test_without_output_dir_evaluations_go_beside_the_checkpoints():
         ({"best_dir": "best"}, "best_dir: needs metric_for_best_model"),
         ({"generation": {"top_q": 3}}, r"callbacks\[0\].generation.top_q: unknown key; did you mean"),
         ({"generation": {"num_beams": 2, "do_sample": True, "num_return_sequences": 3}}, r"callbacks\[0\].generation."),
-        ({"task": "guess"}, r"callbacks\[0\].task: expected 'generate'"),
+        ({"task": "guess"}, r"callbacks\[0\].task: expected one of 'generate', 'score'"),
+        ({"task": "score", "answer_field": "answer"}, r"callbacks\[0\].answer_field: needs predict.target_field"),
+        ({"task": "score", "metric_for_best_model": "acc_norms"}, "did you mean acc_norm"),
     ],
 )
 def test_mistakes_in_the_yaml_are_refused_with_key_and_nearest_name(options, problem):
     with pytest.raises(ConfigError, match=problem):
         load_config(settings(**options))
+
+
+def test_two_evaluations_do_not_share_a_folder():
+    built = settings()
+    built["callbacks"] *= 2
+    with pytest.raises(ConfigError, match=r"callbacks\[1\].output_dir: is that of another EvaluationCallback"):
+        load_config(built)
+
+
+def test_choices_and_texts_are_scored_and_a_smaller_perplexity_is_better():
+    choices = [{**record, "choices": [" 1", " 2", " 3"], "answer": 0} for record in RECORDS]
+    pathlib.Path("dev.jsonl").write_text("\n".join(map(json.dumps, choices)))
+    options = {"task": "score", "metrics": None, "max_new_tokens": None, "eval_steps": 3}
+    built = settings(**options, target_field="choices", answer_field="answer", metric_for_best_model="acc")
+    texts = settings(**options, metric_for_best_model="token_perplexity", output_dir="texts")
+    built["callbacks"] += texts["callbacks"]
+    Trainer(built).train()
+    assert [line["step"] for line in lines()] == [line["step"] for line in lines("texts")] == [3, 6]
+    assert all(row["best"] in (0, 1, 2) and len(row["loglikelihood"]) == 3 for row in rows(6))
+    assert lines()[-1]["metrics"]["acc"] == sum(row["best"] == 0 for row in rows(6)) / 6
+    best = min(lines("texts"), key=lambda line: line["metrics"]["token_perplexity"])
+    assert json.loads(pathlib.Path("texts/best/best.json").read_text())["step"] == best["step"]
+    # What it says is what the checkpoint says.
+    predict = {"run_mode": "predict", "checkpoint": {"load_path": "saved"}, "inference": {}}
+    again = Trainer({**predict, "predict": {"task": "score"}})
+    again.inference("dev.jsonl", output="again.jsonl")
+    assert lines("texts")[-1]["metrics"]["nll"] == pytest.approx(again.last_summary.scores["nll"], rel=1e-4)
 
 
 @pytest.mark.parametrize("check", [Trainer, lambda built: validate(load_config(built))], ids=["Trainer", "validate"])
