@@ -156,6 +156,7 @@ def train_policy(
 ) -> None:
     """Takes ``options.steps`` steps; ``report`` is called after each with the number of it, from 1."""
     model, tokenizer = trainer.model, tokenizer_of(trainer)
+    model.set_train(True)
     optimizer = AdamW(model.trainable_params(), weight_decay=0.0)
     gradient = policy_gradient(model, optimizer.params)
     source = batches(known, options.prompts, options.seed)

@@ -171,7 +171,7 @@ def test_what_has_no_effect_is_named_with_the_reason_in_training(data: Path):
         "no effect: train_dataset.num_parallel_workers, train_dataset.dataloader.column_names "
         "(the data is read and packed before the first step)",
         "no effect: monitor (the training log holds step, loss, learning rate, gradient norm and tokens/s)",
-        "no effect: eval_dataset (training does not evaluate)",
+        "no effect: eval_dataset (the callback EvaluationCallback evaluates)",
         "no effect: recompute, recompute_comm, swap, profiler (not supported yet)",
         "no effect: context.mode, context.device_target "
         "(the device is the one that MindSpore finds, the mode is PyNative)",
