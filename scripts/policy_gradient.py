@@ -191,8 +191,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=8, help="answers to each, from 2 (default: %(default)s)")
     parser.add_argument("--learning_rate", type=float, default=1e-4, help="default: %(default)s")
-    parser.add_argument("--questions", type=int, default=1000, help="held-out sums of an exam (default: %(default)s)")
-    parser.add_argument("--interval", type=int, default=20, help="steps between two exams (default: %(default)s)")
+    parser.add_argument("--questions", type=int, default=300, help="held-out sums of an exam (default: %(default)s)")
+    parser.add_argument("--interval", type=int, default=10, help="steps between two exams (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of everything (default: %(default)s)")
     options = parser.parse_args()
 

@@ -43,8 +43,11 @@ class EvaluationCallback(TrainerCallback):
 
     def __init__(self, **options: Any) -> None:
         self.section = build_evaluation(options, ("EvaluationCallback",))
-        self._trainer: Any = None
-        self._log = EvaluationLog(Path())
+        # Known once there is a Trainer.
+        self._trainer: Any
+        self._folder: Path
+        self._best_folder: Path
+        self._log: EvaluationLog
         self._best: float | None = None
 
     def on_init_end(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
