@@ -72,11 +72,15 @@ def test_the_gradient_is_that_of_the_expected_reward(script, trainer):
     logprobs = ops.log_softmax(model(ids)["logits"], -1).asnumpy()
     sampled = np.take_along_axis(logprobs, labels.asnumpy()[..., None].astype(np.int64), axis=2)[..., 0]
     value, (gradient,) = script.policy_gradient(model, parameters)(ids, labels, Tensor(sampled), Tensor(weights))
-    np.testing.assert_allclose(gradient.asnumpy(), expected.asnumpy(), atol=1e-5)
+    largest = float(np.abs(expected.asnumpy()).max())
+    np.testing.assert_allclose(gradient.asnumpy(), expected.asnumpy(), rtol=1e-3, atol=1e-4 * largest)
+    assert largest > 1e-3
     assert float(value.asnumpy()) == pytest.approx(0.5, abs=1e-4)
 
 
-def test_one_seed_gives_one_course(script, trainer):
+def test_one_seed_gives_one_course(script, trainer, monkeypatch):
+    # Two steps of a few prompts may have no reward that differs within a prompt, and so no gradient.
+    monkeypatch.setattr(script, "advantages", lambda rewards: rewards - np.float32(0.5))
     options = argparse.Namespace(steps=2, prompts=4, samples=4, learning_rate=1e-4, seed=1)
     known, steps = questions(script, 40), []
     script.train_policy(trainer, known, options, steps.append)

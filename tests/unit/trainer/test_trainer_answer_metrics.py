@@ -11,7 +11,7 @@ from mindformers_ext.trainer import Trainer
 from mindformers_ext.trainer.validate import validate
 
 CHECKPOINT = pathlib.Path(__file__).parents[2] / "data" / "checkpoints" / "qwen3"
-RECORDS = [{"instruction": text, "answer": "x"} for text in ("one", "two", "", "three", "four")]
+RECORDS = [{"instruction": text, "answer": "x"} for text in ("one", "two", "three", "four", "", "five")]
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +58,10 @@ def test_the_summary_the_log_and_the_file_have_the_metrics(log):
     found = trainer.last_summary.metrics
     assert found == stored()
     right = sum(row.get("generated_text", "").strip() == row["answer"].strip() for row in read() if "error" not in row)
-    assert found["metrics"]["exact_match"]["value"] == right / 5 >= 0.2
-    assert found["metrics"]["regex"]["value"] == expected() <= 0.8  # the empty prompt counts as wrong
-    assert (found["records"], found["errors"]) == (5, 1)
-    assert f"exact_match: {right / 5:.4f} +- " in log.text
+    assert found["metrics"]["exact_match"]["value"] == right / 6 >= 1 / 6
+    assert found["metrics"]["regex"]["value"] == expected() <= 5 / 6  # the empty prompt counts as wrong
+    assert (found["records"], found["errors"]) == (6, 1)
+    assert f"exact_match: {right / 6:.4f} +- " in log.text
 
 
 def test_rows_of_an_earlier_run_count():
@@ -72,7 +72,7 @@ def test_rows_of_an_earlier_run_count():
     assert pathlib.Path("out.jsonl.journal").exists()
     resumed = Trainer(config())
     resumed.inference()
-    assert resumed.last_summary.num_resumed == 2
+    assert resumed.last_summary.num_resumed == 4
     assert resumed.last_summary.metrics == whole.last_summary.metrics == stored()
 
 
@@ -85,7 +85,7 @@ def test_a_complete_output_is_judged_by_other_metrics_without_decoding(monkeypat
     again.inference(collect=False)
     assert read() == rows and stored() == again.last_summary.metrics
     assert stored()["metrics"]["regex"]["value"] == expected()
-    assert json.loads(pathlib.Path("out.jsonl.metrics.json").read_text())["records"]["total"] == 5
+    assert json.loads(pathlib.Path("out.jsonl.metrics.json").read_text())["records"]["total"] == 6
 
 
 def test_a_complete_text_output_cannot_be_judged_again_and_says_so(log):
@@ -102,7 +102,7 @@ def test_rows_have_their_values_where_that_is_asked_for_and_are_then_of_another_
     Trainer(config(metrics_in_rows=True)).inference(collect=False)
     rows = read()
     assert [{key: row[key] for key in row if key != "answer_metrics"} for row in rows] == plain
-    assert rows[2]["answer_metrics"] == {"regex": 0.0, "exact_match": 0.0}
+    assert rows[4]["answer_metrics"] == {"regex": 0.0, "exact_match": 0.0}
     assert [row["answer_metrics"]["regex"] for row in rows if "error" not in row] == [
         float(row["generated_text"] != "") for row in plain if "error" not in row
     ]
@@ -136,7 +136,7 @@ def test_a_function_that_cannot_be_imported_is_refused_before_the_model_is_built
 
 def test_validate_counts_references(capsys):
     validate(load_config(config()))
-    assert "metrics: 5 records have a reference in the field 'answer'" in capsys.readouterr().out
+    assert "metrics: 6 records have a reference in the field 'answer'" in capsys.readouterr().out
 
 
 def test_metrics_have_no_effect_on_scores_and_that_is_told():
