@@ -16,6 +16,7 @@ from mindformers_ext.generate.beam_search import search_beams
 from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
 from mindformers_ext.generate.noise import fresh_seed
+from mindformers_ext.generate.prefix import PrefixCache
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.generate.stepwise import choose_tokens
@@ -103,6 +104,7 @@ def generate_rows(
     streamer: Streamer | None = None,
     step_scores: list[np.ndarray] | None = None,
     before_forward: Callable[[], None] | None = None,
+    prefixes: PrefixCache | None = None,
 ) -> list[GeneratedRow]:
     """Extends each prompt; an answer does not depend on the other prompts of the batch.
 
@@ -116,6 +118,7 @@ def generate_rows(
         streamer: see `generate`.
         step_scores: see `choose_tokens`.
         before_forward: is called before each forward; what it raises ends the call.
+        prefixes: shares the common beginning of the prompts; None computes each prompt as a whole.
 
     Returns:
         ``config.num_return_sequences`` rows for each prompt, one prompt after the other.
@@ -149,6 +152,7 @@ def generate_rows(
                 config.use_cache,
                 config.prefill_chunk_size,
                 before_forward=before_forward,
+                fill=None if prefixes is None else prefixes.fill,
             )
             try:
                 if config.num_beams > 1:
