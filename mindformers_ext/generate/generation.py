@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -15,6 +16,7 @@ from mindspore import Tensor, nn
 from mindformers_ext.generate.beam_search import search_beams
 from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
+from mindformers_ext.generate.lookup import DraftForward, choose_drafted_tokens, lookup_obstacle
 from mindformers_ext.generate.noise import fresh_seed
 from mindformers_ext.generate.prefix import PrefixCache
 from mindformers_ext.generate.rows import GeneratedRow, Rows
@@ -140,12 +142,14 @@ def generate_rows(
         raise ValueError("a streamer cannot be used with num_beams > 1: beams are not final before the end")
     if config.num_beams > 1 and step_scores is not None:
         raise ValueError("output_scores cannot be used with num_beams > 1; use output_logprobs")
+    if config.prompt_lookup_num_tokens is not None:
+        _check_lookup(model, len(rows) * config.num_return_sequences, streamer)
     _check_log_probabilities(config, rows)
     try:
         if streamer is not None:
             streamer.put(left_pad(prompts, config.filler)[0])
         with ms._no_grad(), _evaluating(model):
-            forward = BatchForward(
+            forward = _new_forward(config)(
                 model,
                 prompts,
                 int(rows.budgets.max()),
@@ -157,6 +161,8 @@ def generate_rows(
             try:
                 if config.num_beams > 1:
                     answers = search_beams(forward, rows, config, stopping, stats)
+                elif isinstance(forward, DraftForward):
+                    answers = choose_drafted_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
                 else:
                     answers = choose_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
                 forward.finish()
@@ -180,6 +186,22 @@ def _evaluating(model: nn.Cell) -> Iterator[None]:
     finally:
         for cell, training in before:
             cell.training = training
+
+
+def _new_forward(config: GenerationConfig) -> Callable[..., BatchForward]:
+    drafts = config.prompt_lookup_num_tokens
+    return BatchForward if drafts is None else partial(DraftForward, num_drafts=drafts)
+
+
+def _check_lookup(model: Any, num_rows: int, streamer: Streamer | None) -> None:
+    obstacle = lookup_obstacle(model, num_rows)
+    if obstacle is not None:
+        raise ValueError(f"prompt_lookup_num_tokens: {obstacle}")
+    if streamer is not None and num_rows > 1:
+        raise ValueError(
+            f"a streamer cannot be used with prompt_lookup_num_tokens and {num_rows} rows, which get tokens at their "
+            "own pace; give one prompt"
+        )
 
 
 def _check_log_probabilities(config: GenerationConfig, rows: Rows) -> None:

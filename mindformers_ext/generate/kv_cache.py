@@ -11,6 +11,11 @@ from mindspore import Tensor, mint, ops
 from mindformers_ext.models.cache import RowCopy
 
 
+def can_crop(model: Any, cache: KVCache) -> bool:
+    """Whether all layers of a model can forget their last tokens, those on other stages of a pipeline included."""
+    return bool(getattr(model, "can_crop_cache", cache.can_crop))
+
+
 class KVCache(Sequence[Any]):
     """State of all layers.
 

@@ -15,7 +15,7 @@ import mindspore as ms
 import numpy as np
 
 from mindformers_ext.generate.forward import BatchForward
-from mindformers_ext.generate.kv_cache import KVCache
+from mindformers_ext.generate.kv_cache import KVCache, can_crop
 from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.models.cache import RowCopy
 
@@ -130,7 +130,7 @@ class PrefixCache:
         best, size = None, 0
         for state in self._kept:
             usable = len(_common([state.ids, common]))
-            if not state.cache.can_crop and usable < len(state):
+            if not can_crop(self._model, state.cache) and usable < len(state):
                 continue
             if usable > size:
                 best, size = state, usable
@@ -186,7 +186,7 @@ def _place(forward: BatchForward, prefix: SharedPrefix, count: int) -> int:
     assert forward.cache is not None
     lengths = np.array([len(prompt) for prompt in forward.prompts])
     rests, pads = lengths - count, forward.length - lengths
-    if prefix.cache.can_crop or (rests == rests[0]).all():
+    if can_crop(prefix.model, prefix.cache) or (rests == rests[0]).all():
         rest = int(rests.max())
         copies = [RowCopy(0, row, int(pads[row]), int(size)) for row, size in enumerate(lengths - rest) if size > 0]
         forward.cache.take(prefix.cache, copies, forward.length - rest)

@@ -168,7 +168,7 @@ class SparseAttentionState(LayerState):
 
 def copy_ring(ring: Tensor, row: RowCopy, given: Tensor) -> None:
     """Writes what the ring ``given`` still has of a row into ``ring``, both ``[B, 1, R, D]`` with their own R."""
-    first = max(0, row.count - given.shape[2])
+    first = row.count - given.shape[2]  # below 0 if it is not full: slots without a token are copied too
     tokens = ops.read_ring(ops.view_rows(given, row.source, row.source + 1), first, row.count)
     ops.write_ring(ops.view_rows(ring, row.target, row.target + 1), row.start + first, tokens)
 
