@@ -29,9 +29,10 @@ class BatchForward:
     - ``past_key_values``: what it returned last, pairs (K, V) ``[B, heads, past, D]``; None at first,
     - ``logits_to_keep``: how many of the last positions' logits are read, mostly 1,
 
-    and which returns logits of these positions or of all, ``[B, S or kept, V]``: alone, as the first of a tuple with ``past_key_values`` the second, or
-    in a dict under these names. A model with ``new_cache(batch_size, max_length)`` gets a cache that it extends in
-    place; one that returns no ``past_key_values`` is run on the whole sequence at every step.
+    and which returns logits ``[B, S, V]``, or of these positions only: alone, as the first of a tuple with
+    ``past_key_values`` the second, or in a dict under these names. A model with ``new_cache(batch_size, max_length)``
+    gets a cache that it extends in place; one that returns no ``past_key_values`` is run on the whole sequence at every
+    step.
 
     Args:
         model: the Cell.
@@ -94,9 +95,7 @@ class BatchForward:
         """What the layers remember of the tokens so far; None where the model keeps nothing."""
         return self._cache
 
-    def part(
-        self, prompts: Sequence[Sequence[int]], fill: Callable[[BatchForward], int] | None = None
-    ) -> BatchForward:
+    def part(self, prompts: Sequence[Sequence[int]], fill: Callable[[BatchForward], int] | None = None) -> BatchForward:
         """Another batch of the same model, for some tokens of this one; nothing is generated after them."""
         return BatchForward(self._model, prompts, 0, True, self._chunk_size, self._before_forward, fill)
 

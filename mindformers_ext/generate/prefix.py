@@ -143,9 +143,7 @@ class PrefixCache:
                 return None, 0, 0
         return best, size, again
 
-    def _computed(
-        self, ids: np.ndarray, state: SharedPrefix | None, size: int, forward: BatchForward
-    ) -> SharedPrefix:
+    def _computed(self, ids: np.ndarray, state: SharedPrefix | None, size: int, forward: BatchForward) -> SharedPrefix:
         """The state of ``ids``, of which ``state`` has the first ``size``."""
         fill = None if state is None else lambda part: _place(part, state, size)
         part = forward.part([ids.tolist()], fill)

@@ -18,8 +18,8 @@ class GenerationStats:
 
     ``forwards`` counts runs of the model, idle ones aside; ``cache_bytes`` is the most that a cache has held.
 
-    Of ``prefill_tokens``, ``shared_tokens`` were taken from states of common beginnings, which cost ``prefix_tokens`` to
-    compute and held ``prefix_bytes`` at most. Of ``drafted_tokens``, which prompt lookup proposed, ``accepted_tokens``
+    Of ``prefill_tokens``, ``shared_tokens`` were taken from states of common beginnings; these took ``prefix_tokens``
+    to compute, and ``prefix_bytes`` at most. Of ``drafted_tokens``, which prompt lookup proposed, ``accepted_tokens``
     were what the model chose.
 
     Attributes:
