@@ -30,8 +30,10 @@ from mindformers_ext.trainer.checks import save_folder
 from mindformers_ext.trainer.inference import (
     Watch,
     build_inference_tokenizer,
+    check_lookup,
     configure_inference,
     generate_from_records,
+    prefix_cache,
     without_unnamed_tokens,
 )
 from mindformers_ext.trainer.model import (
@@ -224,6 +226,7 @@ class Trainer:
                 self.config, self.tokenizer, self._model_config, self._context, options, dataset_field, generation
             )
             require_same_request(self._context, request)
+        check_lookup(self.model, request.decoding.config, options.batch_size)
         logger.info("decoding: %s", request.decoding.describe())
         with self._waiting("opening the output", "start_timeout"):
             job = open_batch_job(
@@ -277,6 +280,7 @@ class Trainer:
             latencies=latencies,
             total=total,
             step_check=job.step_check,
+            prefixes=prefix_cache(predict.share_prefix, self.model, decoding, stats),
             max_length=getattr(self._model_config, "seq_length", None),
             vocab_size=request.vocab_size,
             skip_special_tokens=predict.skip_special_tokens,
