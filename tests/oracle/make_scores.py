@@ -1,10 +1,10 @@
-"""Scores of choices and texts under the tiny checkpoints, computed plainly with transformers, for tests/data/scores.json.
+"""Scores of choices and texts under the tiny checkpoints, computed plainly with transformers: tests/data/scores.json.
 
-    python tests/oracle/make_scores.py
+    OMP_NUM_THREADS=1 python tests/oracle/make_scores.py
 
-One forward for each choice and each window, without a batch, a pad or a cache. Texts become ids as lm-evaluation-harness
-0.4.13 does it (`TemplateLM._encode_pair`, `get_rolling_token_windows`, `make_disjoint_window`). Needs torch and
-transformers (5.24).
+One forward for each choice and each window, without a batch, a pad or a cache. Texts become ids as in
+lm-evaluation-harness 0.4.13 (`TemplateLM._encode_pair`, `get_rolling_token_windows`, `make_disjoint_window`). Needs
+torch and transformers (5.24).
 """
 
 from __future__ import annotations
