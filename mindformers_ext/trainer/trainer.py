@@ -11,16 +11,14 @@ from typing import Any, Literal
 
 from mindspore import nn
 
-from mindformers_ext.checkpoint import check_no_other_run, check_weights, keep_only, saved_step
-from mindformers_ext.config import TrainConfig, load_config
+from mindformers_ext.checkpoint import check_no_other_run, keep_only, saved_step
+from mindformers_ext.config import TrainConfig
 from mindformers_ext.generate import GenerationStats, Likelihood, Pair, check_pairs
-from mindformers_ext.models import TransformerConfig, weight_layout
+from mindformers_ext.models import TransformerConfig
 from mindformers_ext.parallel import ParallelDims, parallelize_model
-from mindformers_ext.parallel.agreement import failing_together, require_same
-from mindformers_ext.parallel.groups import ParallelContext, init_parallel
+from mindformers_ext.parallel.agreement import failing_together
 from mindformers_ext.predict import Decode, JobStoppedError, RunResult, RunSummary, Tokenizer
 from mindformers_ext.predict.disk_space import space_warning
-from mindformers_ext.predict.identity import digest
 from mindformers_ext.predict.metrics import Latencies
 from mindformers_ext.predict.pairs import prefix_token
 from mindformers_ext.predict.progress import estimate_total
@@ -62,6 +60,7 @@ from mindformers_ext.trainer.request import (
 from mindformers_ext.trainer.saving import write_checkpoint, write_description
 from mindformers_ext.trainer.scoring import LIKELIHOODS, score_pairs, score_rolling, scoring_decode
 from mindformers_ext.trainer.setup import TrainingRun, build_training_run, described_by
+from mindformers_ext.trainer.start import joined_job, loaded_config
 from mindformers_ext.trainer.train_state import TrainerState
 from mindformers_ext.trainer.training import LossFunction, train_loop
 from mindformers_ext.trainer.watchdog import Watchdog
@@ -112,7 +111,7 @@ class Trainer:
         if eval_dataset is not None:
             raise NotImplementedError("eval_dataset is not supported yet; call inference() on a file of prompts")
         given = {"model": model, "train_dataset": train_dataset, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
-        self.config = _load(config, run_mode, {name for name, value in given.items() if value is not None})
+        self.config = loaded_config(config, run_mode, {name for name, value in given.items() if value is not None})
         self.is_inference = self.config.run_mode == "predict"
         self.last_summary = RunSummary()
         for warning in self.config.warnings:
@@ -129,7 +128,7 @@ class Trainer:
         setup_runtime(seed=training.seed, deterministic=training.deterministic)
         self._watchdog = Watchdog(rank(), dims.world_size)
         with self._watchdog.phase("joining the job and building the model", *self._limit("start_timeout")):
-            self._context = _joined_job(dims, self.config, model_config)
+            self._context = joined_job(dims, self.config, model_config)
             self.model = self._apply_parallelism(model, model_config)
         self.state = TrainerState(max_steps=training.steps)
         self._run: TrainingRun | None = None
@@ -541,25 +540,3 @@ class Trainer:
             world = self._context.world
             load_model_weights(self.model, self.config.checkpoint.load_path, (world.rank, world.size))
         self._weights_loaded = True
-
-
-def _joined_job(dims: ParallelDims, config: TrainConfig, model_config: TransformerConfig | None) -> ParallelContext:
-    """Joins the job, and refuses ranks with different configurations and a checkpoint that does not fit."""
-    context = init_parallel(dims)
-    if dims.world_size > 1:
-        require_same(context, {"the configuration": digest(config.to_dict())})
-    if config.run_mode == "predict" and model_config is not None:
-        with failing_together(context):
-            if context.rank == 0:  # reads the headers for all
-                check_weights(config.checkpoint.load_path, weight_layout(model_config))
-    return context
-
-
-def _load(
-    config: str | os.PathLike[str] | Mapping[str, Any] | TrainConfig, run_mode: str | None, provided: set[str]
-) -> TrainConfig:
-    if not isinstance(config, TrainConfig):
-        return load_config(config, {} if run_mode is None else {"run_mode": run_mode}, provided=provided)
-    if run_mode is not None and run_mode != config.run_mode:
-        return load_config(config.to_dict(), {"run_mode": run_mode}, provided=provided)
-    return config
