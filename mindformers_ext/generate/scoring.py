@@ -88,7 +88,7 @@ def score_groups(
         forwards = _Forwards(model, chunk_size, before_forward, GenerationStats() if stats is None else stats)
         for chosen in _batches(pairs, len(groups)):
             part = [pairs[index] for index in chosen]
-            is_shared = share_prompts and len({tuple(context) for context, _ in part}) < len(part)
+            is_shared = share_prompts and len({_context_of(pairs, number) for number in chosen}) < len(part)
             scores = _read_once(forwards, part) if is_shared else None
             if scores is None:
                 scores = _read_together(forwards, part, _ROWS_A_CONTEXT * len(groups))
@@ -120,11 +120,17 @@ def check_pairs(model: Any, pairs: Sequence[Pair]) -> None:
             )
 
 
+def _context_of(pairs: Sequence[Pair], number: int) -> tuple[int, ...]:
+    """What is equal for pairs that share a context; one of a single token, a prefix, is nothing to share."""
+    context = pairs[number][0]
+    return tuple(context) if len(context) > 1 else (number,)
+
+
 def _batches(pairs: Sequence[Pair], num_contexts: int) -> list[list[int]]:
     """Numbers of the pairs that run at the same time: those of up to ``num_contexts`` different contexts."""
     by_context: dict[tuple[int, ...], list[int]] = {}
-    for number, (context, _) in enumerate(pairs):
-        by_context.setdefault(tuple(context), []).append(number)
+    for number in range(len(pairs)):
+        by_context.setdefault(_context_of(pairs, number), []).append(number)
     numbers = list(by_context.values())
     return [
         [number for some in numbers[start : start + num_contexts] for number in some]
