@@ -1,8 +1,7 @@
 """Log-probabilities of given continuations: token ids in, numbers out.
 
-A batch runs once. Where several continuations follow the same context, its cache is filled once and its rows are
-copied; otherwise each context is read together with its continuation. Rows are filled up on the right: what follows a
-token changes nothing before it.
+Where several continuations follow the same context, its cache is filled once and its rows are copied, and the
+continuations run over the copies. Otherwise each context is read together with its continuation, in one forward.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def score_groups(
         forwards = _Forwards(model, chunk_size, before_forward, GenerationStats() if stats is None else stats)
         for chosen in _batches(pairs, len(groups)):
             part = [pairs[index] for index in chosen]
-            is_shared = share_prompts and len({tuple(context) for context, _ in part}) < len(part)
+            is_shared = share_prompts and len({_context_of(pairs, number) for number in chosen}) < len(part)
             scores = _read_once(forwards, part) if is_shared else None
             if scores is None:
                 scores = _read_together(forwards, part, _ROWS_A_CONTEXT * len(groups))
@@ -121,11 +120,17 @@ def check_pairs(model: Any, pairs: Sequence[Pair]) -> None:
             )
 
 
+def _context_of(pairs: Sequence[Pair], number: int) -> tuple[int, ...]:
+    """What is equal for pairs that share a context; one of a single token, a prefix, is nothing to share."""
+    context = pairs[number][0]
+    return tuple(context) if len(context) > 1 else (number,)
+
+
 def _batches(pairs: Sequence[Pair], num_contexts: int) -> list[list[int]]:
     """Numbers of the pairs that run at the same time: those of up to ``num_contexts`` different contexts."""
     by_context: dict[tuple[int, ...], list[int]] = {}
-    for number, (context, _) in enumerate(pairs):
-        by_context.setdefault(tuple(context), []).append(number)
+    for number in range(len(pairs)):
+        by_context.setdefault(_context_of(pairs, number), []).append(number)
     numbers = list(by_context.values())
     return [
         [number for some in numbers[start : start + num_contexts] for number in some]
@@ -139,12 +144,13 @@ def _read_together(forwards: _Forwards, pairs: Sequence[Pair], num_rows: int) ->
     for start in range(0, len(pairs), num_rows):
         part = pairs[start : start + num_rows]
         rows = [[*context, *continuation][:-1] for context, continuation in part]
-        ids, targets = _filled(rows, [continuation for _, continuation in part])
-        found = forwards.read(ids, targets)
-        scores += [
-            row[len(ids) - len(continuation) : len(ids)]
-            for row, ids, (_, continuation) in zip(found, rows, part, strict=True)
-        ]
+        targets = [continuation for _, continuation in part]
+        if forwards.takes_pads:
+            (ids, mask), asked = left_pad(rows), _aligned(rows, targets, right=True)
+        else:
+            ids, asked = _filled(rows), _aligned(rows, targets, right=False)
+            mask = np.ones_like(ids)
+        scores += _of_targets(forwards.read(ids, mask, asked), asked)
     return scores
 
 
@@ -172,27 +178,41 @@ def _read_once(forwards: _Forwards, pairs: Sequence[Pair]) -> list[np.ndarray] |
         for start in range(0, len(rest), _ROWS_A_CONTEXT * len(contexts)):
             chosen = rest[start : start + _ROWS_A_CONTEXT * len(contexts)]
             continuations = [list(pairs[number][1]) for number in chosen]
-            ids, targets = _filled([one[:-1] for one in continuations], [one[1:] for one in continuations])
+            read = [one[:-1] for one in continuations]
+            ids, asked = _filled(read), _aligned(read, [one[1:] for one in continuations], right=False)
             copied = cache.copied(rows[chosen])
             try:
-                found = forwards.read(ids, targets, mask[rows[chosen]], copied)
+                found = forwards.read(ids, np.concatenate((mask[rows[chosen]], np.ones_like(ids)), 1), asked, copied)
             finally:
                 copied.clear()
-            for number, row in zip(chosen, found, strict=True):
-                scores[number] = np.concatenate((scores[number], row[: len(pairs[number][1]) - 1]))
+            for number, more in zip(chosen, _of_targets(found, asked), strict=True):
+                scores[number] = np.concatenate((scores[number], more))
         return scores
     finally:
         cache.clear()
 
 
-def _filled(rows: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids int32 ``[B, S]``, filled up on the right, and the tokens asked for after each row's last ids."""
-    shape = (len(rows), max(map(len, rows)))
-    ids, asked = np.zeros(shape, np.int32), np.full(shape, _NOT_ASKED, np.int32)
-    for row, (given, wanted) in enumerate(zip(rows, targets, strict=True)):
+def _filled(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """Ids int32 ``[B, S]``, filled up on the right: what follows a token changes nothing before it."""
+    ids = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for row, given in enumerate(rows):
         ids[row, : len(given)] = given
-        asked[row, len(given) - len(wanted) : len(given)] = wanted
-    return ids, asked
+    return ids
+
+
+def _aligned(rows: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], right: bool) -> np.ndarray:
+    """The tokens asked for after each row's last ids, int32 ``[B, S]``; ``right``: the rows end together."""
+    longest = max(map(len, rows))
+    asked = np.full((len(rows), longest), _NOT_ASKED, np.int32)
+    for row, (given, wanted) in enumerate(zip(rows, targets, strict=True)):
+        end = longest if right else len(given)
+        asked[row, end - len(wanted) : end] = wanted
+    return asked
+
+
+def _of_targets(scores: np.ndarray, asked: np.ndarray) -> list[np.ndarray]:
+    """Those of scores ``[B, S, 4]`` that were asked for, row by row."""
+    return [row[wanted] for row, wanted in zip(scores, asked >= 0, strict=True)]
 
 
 def _likelihoods(joined: np.ndarray, pairs: Sequence[Pair]) -> list[Likelihood]:
@@ -216,6 +236,7 @@ class _Forwards:
 
     Attributes:
         keeps_cache: whether the model returns a cache, as far as is known.
+        takes_pads: whether rows may be padded on the left.
     """
 
     def __init__(
@@ -230,6 +251,7 @@ class _Forwards:
         self._in_place = hasattr(model, "new_cache")
         self._lockstep = _lockstep(model)
         self.keeps_cache = "past_key_values" in self._accepts
+        self.takes_pads = {"attention_mask", "position_ids"} <= self._accepts
 
     def new_cache(self, num_rows: int, length: int) -> KVCache | None:
         """An empty cache for rows of up to ``length`` tokens; None if the model keeps none."""
@@ -255,19 +277,17 @@ class _Forwards:
             return np.zeros((len(ids), 1), np.float32)
         return logits.asnumpy()[:, -1].astype(np.float32, copy=False)
 
-    def read(
-        self, ids: np.ndarray, targets: np.ndarray, mask: np.ndarray | None = None, cache: KVCache | None = None
-    ) -> np.ndarray:
+    def read(self, ids: np.ndarray, mask: np.ndarray, targets: np.ndarray, cache: KVCache | None = None) -> np.ndarray:
         """Runs rows ``[B, S]`` and returns the scores of their targets, float32 ``[B, S, 4]``.
 
         Args:
-            ids: filled up on the right.
+            ids: of the new tokens.
+            mask: ``[B, past + S]`` of all tokens, 1 real, 0 pad.
             targets: see `GPTModel.construct`.
-            mask: ``[B, past]`` of the tokens that are in the cache, 1 real, 0 pad.
-            cache: of these; None if there are none.
+            cache: of the tokens before; None if there are none.
         """
         batch, length = ids.shape
-        before = np.ones((batch, 0), np.int32) if mask is None else mask
+        past = mask.shape[1] - length
         step = self._chunk_size if self.keeps_cache else length
         own = None
         if cache is None and length > step:
@@ -276,10 +296,9 @@ class _Forwards:
         try:
             for start in range(0, length, step):
                 part = slice(start, start + step)
-                before = np.concatenate((before, np.ones_like(ids[:, part])), axis=1)
-                outputs = self._run(ids[:, part], before, cache, targets[:, part])
+                outputs = self._run(ids[:, part], mask[:, : past + start + step], cache, targets[:, part])
                 if own is not None and not self.keeps_cache:
-                    return self.read(ids, targets)
+                    return self.read(ids, mask, targets)
                 scores.append(self._scores(outputs, targets[:, part]))
         finally:
             if own is not None:
@@ -354,6 +373,8 @@ class _Forwards:
                 _tensor(ids), **{name: value for name, value in given.items() if name in self._accepts}
             )
         self._stats.forwards += 1
+        if cache is not None:
+            self._stats.cache_bytes = max(self._stats.cache_bytes, cache.nbytes)
         if isinstance(outputs, dict) and "scores" in outputs:
             return outputs
         logits, past_key_values = _unpacked(outputs)

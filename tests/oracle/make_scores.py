@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 DATA = Path(__file__).parents[1] / "data"
 QUESTIONS = [
@@ -24,7 +24,7 @@ QUESTIONS = [
     ("Once upon a time there was a small house near the river, and in the house lived", [" a cat.", " two dogs and a"]),
     ("", ["The", " the small house", "1 + 1 = 2"]),
 ]
-TEXTS = ["A short text.", "Many words make a long text, and this one goes on: " * 12]
+TEXTS = ["A short text.", " ".join(f"{number} squared is {number**2}." for number in range(1, 36))]
 
 
 def log_probabilities(model: Any, context: list[int], continuation: list[int]) -> tuple[list[float], bool]:
@@ -65,7 +65,8 @@ def rolling(model: Any, tokenizer: Any, text: str, max_length: int) -> float:
 
 def scores(folder: Path) -> dict[str, Any]:
     """All scores of one checkpoint."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # As tokenizer.json says: classes of some families bring rules of their own.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     questions = []
     for prompt, choices in QUESTIONS:

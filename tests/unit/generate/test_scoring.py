@@ -15,7 +15,7 @@ CHECKPOINT = pathlib.Path(__file__).parents[2] / "data" / "checkpoints" / "qwen3
 CASES = json.loads((CHECKPOINT / "reference.json").read_text())["cases"]
 GROUPS = [
     [([3, 1, 4], [1, 5]), ([3, 1, 4], [2]), ([3, 1, 4], [6, 5, 3, 5])],
-    [([2], [7, 1]), ([2], [8])],
+    [([2, 2], [7, 1]), ([2, 2], [8])],
     [([1, 1, 2, 3, 5, 8], [0, 4])],
 ]
 
@@ -105,9 +105,13 @@ def test_a_shared_context_is_read_once_and_continuations_together():
 def test_no_more_rows_run_at_once_than_groups_allow():
     model = Pairs()
     windows = [([1, 2], [number % 9]) for number in range(5)]
+    texts = [([7], [number % 9, 3, 5]) for number in range(5)]
     many = [([4, 4], [number % 9, 1]) for number in range(6)]
     check(score_groups(model, [windows]), [windows])
     assert {shape[0] for shape in model.shapes} == {1}
+    model.shapes.clear()
+    check(score_groups(model, [texts, texts]), [texts, texts])
+    assert model.shapes == [(2, 3)] * 5  # a prefix of one token is not shared
     model.shapes.clear()
     check(score_groups(model, [many]), [many])
     assert [shape[0] for shape in model.shapes] == [1, 4, 2]

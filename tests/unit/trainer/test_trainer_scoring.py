@@ -64,7 +64,7 @@ def test_choices_and_rolled_texts_are_those_of_transformers_with_shared_prompts_
             for ours, theirs in zip(row["token_logprobs"], one["token_logprobs"], strict=True):
                 assert ours == pytest.approx(theirs, abs=1e-4)
     Trainer(config(family, rolling=True, resume=False)).inference(SCORES["texts"])
-    assert [row["loglikelihood"] for row in rows()] == pytest.approx(expected["texts"], rel=1e-6, abs=1e-4)
+    assert [row["loglikelihood"] for row in rows()] == pytest.approx(expected["texts"], abs=1e-3)
 
 
 def test_metrics_say_what_the_run_found_and_the_output_is_returned():
@@ -120,16 +120,24 @@ def test_a_run_that_was_stopped_goes_on_and_writes_the_same_file(monkeypatch):
     again.inference(QUESTIONS)
     assert again.last_summary.num_resumed == finished
     for ours, whole in zip(rows(), rows("whole.jsonl"), strict=True):
+        assert ours.keys() == whole.keys()
         assert ours["loglikelihood"] == pytest.approx(whole["loglikelihood"], abs=2e-4)
-        assert ours | {"loglikelihood": 0} == pytest.approx(whole | {"loglikelihood": 0}) or ours.keys() == whole.keys()
+        assert (ours["best"], ours["is_greedy"]) == (whole["best"], whole["is_greedy"])
 
 
-def test_another_target_is_another_job():
-    first = Trainer(config(target_field="choices", max_errors=1))
+def test_another_target_is_another_job(monkeypatch):
+    def stopping(*arguments, **options):
+        raise JobStoppedError("SIGTERM was received")
+
+    first = Trainer(config(target_field="choices", batch_size=1))
+    first.inference(QUESTIONS[:1], output="")  # the weights are read
+    original = scoring.score_groups
+    answers = iter([original, stopping])
+    monkeypatch.setattr(scoring, "score_groups", lambda *given, **options: next(answers)(*given, **options))
     with pytest.raises(JobStoppedError):
-        first.inference([*QUESTIONS, {"instruction": "x"}])
+        first.inference(QUESTIONS)
     with pytest.raises(ValueError, match='predict.target_delimiter was "", is " "'):
-        Trainer(config(target_field="choices", target_delimiter=" ")).inference([*QUESTIONS, {"instruction": "x"}])
+        Trainer(config(target_field="choices", target_delimiter=" ")).inference(QUESTIONS)
 
 
 def test_a_training_trainer_scores_with_the_weights_of_the_moment():

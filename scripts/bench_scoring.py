@@ -1,0 +1,67 @@
+"""Measures the scoring of choices with shared prompts and without, on a random model of the Qwen3-0.6B shape.
+
+    python scripts/bench_scoring.py --batch_sizes 1 8 --choices 4 --prompt_length 200
+
+The last line of the output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+from bench_generate import SHAPE, machine, prompts_of  # type: ignore[import-not-found]
+
+
+def seconds(model: Any, groups: list[Any], runs: int, share_prompts: bool) -> float:
+    """Returns the seconds that the scoring of a batch takes, the median of some runs after one that does not count."""
+    from mindformers_ext.generate import score_groups
+
+    times = []
+    for _ in range(runs + 1):
+        start = time.perf_counter()
+        score_groups(model, groups, share_prompts=share_prompts)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 8], help="prompts that are scored together")
+    parser.add_argument("--choices", type=int, default=4)
+    parser.add_argument("--prompt_length", type=int, default=200)
+    parser.add_argument("--choice_length", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--shape", type=json.loads, default={}, help="JSON that overrides keys of the shape")
+    options = parser.parse_args()
+
+    from mindformers_ext.models import transformer_config
+    from mindformers_ext.models.gpt_model import GPTModel
+    from mindformers_ext.runtime import setup_runtime
+
+    setup_runtime("CPU")
+    shape = SHAPE | options.shape
+    model = GPTModel(transformer_config({"model_type": "qwen3", **shape}))
+    model.init_weights(0)
+    lengths = f"prompt {options.prompt_length}, {options.choices} choices of {options.choice_length} tokens"
+    print(f"{machine()}; float32, {lengths}, median of {options.runs} runs")
+    print(f"{'batch':>5}  {'shared s':>9}  {'apart s':>9}  {'ratio':>5}")
+    results = []
+    for batch in options.batch_sizes:
+        prompts = prompts_of(batch, options.prompt_length, shape["vocab_size"])
+        continuations = prompts_of(batch * options.choices, options.choice_length, shape["vocab_size"])
+        groups = [
+            [(prompt, continuations[options.choices * row + choice]) for choice in range(options.choices)]
+            for row, prompt in enumerate(prompts)
+        ]
+        shared, apart = (seconds(model, groups, options.runs, share) for share in (True, False))
+        results.append({"batch_size": batch, "shared_seconds": shared, "apart_seconds": apart})
+        print(f"{batch:>5}  {shared:>9.3f}  {apart:>9.3f}  {apart / shared:>5.2f}", flush=True)
+    print(json.dumps({"machine": machine(), "runs": options.runs, "lengths": lengths, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
