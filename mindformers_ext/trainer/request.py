@@ -230,7 +230,8 @@ def check_files(config: TrainConfig, tokenizer: Tokenizer) -> None:
     """Finds mistakes in paths and templates before the model is built.
 
     Raises:
-        ValueError: an output that would harm another file, or a template that cannot be compiled.
+        ValueError: an output that would harm another file, a template that cannot be compiled, or a tokenizer without
+            the token that scoring needs.
         FileNotFoundError: a file is not there.
         PermissionError: the folder of the output is not writable.
     """
@@ -239,6 +240,8 @@ def check_files(config: TrainConfig, tokenizer: Tokenizer) -> None:
     answer_metrics(config.predict)
     # Records in memory, of which there are none, where they are an argument of inference().
     open_input(config, tokenizer, section.input_data or [], config.predict.dataset_field)
+    if config.predict.task == "score":
+        _scoring_task(config.predict, tokenizer, None, tokenizer.vocab_size)
 
 
 def open_input(

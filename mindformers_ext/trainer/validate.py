@@ -15,6 +15,7 @@ from mindformers_ext.parallel import ParallelDims
 from mindformers_ext.predict import Tokenizer, normalize_input, reads_stdin
 from mindformers_ext.predict.answer_metrics import reference_texts
 from mindformers_ext.predict.metrics import check_outputs
+from mindformers_ext.predict.pairs import prefix_token
 from mindformers_ext.runtime import world_size
 from mindformers_ext.trainer.checks import (
     answer_metrics,
@@ -95,6 +96,8 @@ def _report_prediction(config: TrainConfig, model: TransformerConfig, values: in
     section = config.inference
     assert section is not None  # the loader requires it
     check_outputs(section.output, section.input_data, protected_files(config), config.predict.metrics_file)
+    if config.predict.task == "score" and config.predict.rolling:
+        prefix_token(tokenizer)
     stored, path = read_stored(checkpoint_model_files(config))
     for name in SPECIAL_KEYS:
         stored_ids(name, stored, path)

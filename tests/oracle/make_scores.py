@@ -24,7 +24,8 @@ QUESTIONS = [
     ("Once upon a time there was a small house near the river, and in the house lived", [" a cat.", " two dogs and a"]),
     ("", ["The", " the small house", "1 + 1 = 2"]),
 ]
-TEXTS = ["A short text.", " ".join(f"{number} squared is {number**2}." for number in range(1, 36))]
+# In the long one no expert and no block is chosen by less than what rounding changes.
+TEXTS = ["A short text.", " ".join(f"{number} times 7 is {number * 7}." for number in range(1, 36))]
 
 
 def log_probabilities(model: Any, context: list[int], continuation: list[int]) -> tuple[list[float], bool]:

@@ -59,7 +59,7 @@ def test_the_summary_counts_records_and_prompt_tokens_once():
 
 
 def test_a_wrong_number_of_answers_is_an_error_of_the_program():
-    with pytest.raises(RuntimeError, match="decode returned 2 completions for 1 prompts, not 3 for each"):
+    with pytest.raises(RuntimeError, match="decode returned 2 answers for 1 prompts, not 3 for each"):
         run(["a"], lambda prompts: [completion("x")] * 2, num_sequences=3)
 
 

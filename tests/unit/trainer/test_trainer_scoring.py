@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from mindspore import nn, ops
 from mindformers_ext.config import ConfigError, load_config
 from mindformers_ext.predict import JobStoppedError
 from mindformers_ext.trainer import Trainer, scoring
+from mindformers_ext.trainer.validate import validate
 
 DATA = pathlib.Path(__file__).parents[2] / "data"
 CHECKPOINTS = DATA / "checkpoints"
@@ -171,13 +173,22 @@ def test_a_model_of_the_callers_own_is_scored_through_its_logits():
     assert found == pytest.approx(2 * 4 - 3 * normaliser, abs=1e-3)
 
 
+def test_a_tokenizer_without_a_prefix_token_is_refused_before_the_model_is_built(tmp_path):
+    shutil.copytree(CHECKPOINTS / "qwen3", tmp_path / "copy")
+    (tmp_path / "copy" / "tokenizer_config.json").write_text("{}")
+    settings = config(rolling=True) | {"checkpoint": {"load_path": str(tmp_path / "copy")}}
+    for check in (Trainer, lambda tree: validate(load_config(tree))):
+        with pytest.raises(ValueError, match="neither a bos_token nor an eos_token"):
+            check(settings)
+
+
 def test_what_has_no_effect_is_named():
-    settings = config(skip_special_tokens=False, inference={"max_new_tokens": 5})
+    settings = config(skip_special_tokens=False, share_prefix=True, inference={"max_new_tokens": 5})
     settings["generation"] = {"do_sample": True, "seed": 3, "prefill_chunk_size": 4}
     (warning,) = load_config(settings).warnings
     assert warning == (
         "no effect with predict.task: score: inference.max_new_tokens, generation.do_sample, generation.seed, "
-        "predict.skip_special_tokens"
+        "predict.skip_special_tokens, predict.share_prefix"
     )
     settings = config(task="generate", target_field="t", rolling=True, share_prompts=False)
     (warning,) = load_config(settings).warnings
