@@ -41,7 +41,7 @@ def tree(**sections):
         ("inference: [1]", "inference: expected a section with keys, got the list [1]"),
         ("run_mode: finetune", "run_mode: expected one of 'train', 'predict', got the text 'finetune'"),
         ("run_mode: ", "run_mode: expected one of 'train', 'predict', got nothing (null)"),
-        ("predict: {task: score}", "predict.task: expected 'generate', got the text 'score'"),
+        ("predict: {task: rank}", "predict.task: expected one of 'generate', 'score', got the text 'rank'"),
         ("predict: {dataset_field: ' '}", "predict.dataset_field: expected text that is not empty"),
         ("predict: {progress: 1}", "predict.progress: expected true or false, got the number 1"),
         (
@@ -102,7 +102,7 @@ def test_a_wrong_value_names_key_expected_type_and_value(text, message, refuse):
         (
             "predict: {qqq: 1}",
             "predict.qqq",
-            "known here: task, dataset_field, prompt_template, chat_template, skip_special_tokens, suppress_unnamed",
+            "known here: task, dataset_field, target_field, answer_field, target_delimiter, truncation",
         ),
         ("qqq: 1", "qqq", "keys of your own start with x-"),
         ("training: {1: 2}", "training[1]", "the key 1 must be text"),
