@@ -11,7 +11,7 @@ from mindformers_ext.predict.records import Record, RecordError
 # Float32 sums in another order, as of another layout or batch, differ by some 1e-6 of such numbers.
 SCORE_DIGITS = 4
 
-_OURS = frozenset(
+OURS = frozenset(
     {
         "sample_idx",
         "sequence_idx",
@@ -89,9 +89,9 @@ def _rounded(value: Any) -> Any:
 
 
 def _own_fields(record: Record) -> dict[str, Any]:
-    if _OURS.isdisjoint(record.fields):
+    if OURS.isdisjoint(record.fields):
         return record.fields
     # The same names move in answers and errors alike, so a user's "error" never looks like ours.
-    own = {key: value for key, value in record.fields.items() if key not in _OURS}
-    hidden = {key: value for key, value in record.fields.items() if key in _OURS}
+    own = {key: value for key, value in record.fields.items() if key not in OURS}
+    hidden = {key: value for key, value in record.fields.items() if key in OURS}
     return {**own, "record": hidden} if hidden else own

@@ -1,0 +1,189 @@
+"""What a report says of one output, gathered row by row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindformers_ext.predict.report.correctness import Accuracy, as_text, field_of, is_right
+from mindformers_ext.predict.report.excerpts import Excerpt, OwnFields, excerpt, own_fields
+from mindformers_ext.predict.report.reading import BrokenRow, Row
+
+# What is kept of a file, however large and odd it is.
+MAX_NAMES = 10_000
+NAME_CHARACTERS = 80
+ANSWER_CHARACTERS = 1_000
+FIELD_CHARACTERS = 300
+MAX_FIELDS = 8
+EXAMPLES_OF_AN_ERROR = 3
+MAX_BROKEN = 20
+OTHERS = "(others)"
+MISSING = "(missing)"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the reader of the report wants to see.
+
+    Attributes:
+        reference: the field that holds the right answer; None without one.
+        by: the fields whose values accuracy is told apart by.
+        rows: so many rows are in each table.
+    """
+
+    reference: str | None = None
+    by: Sequence[str] = ()
+    rows: int = 100
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A row as a table shows it; `right` is None where that is not known, `reference` where there is none."""
+
+    name: str
+    own: OwnFields
+    answer: Excerpt | None
+    error: Excerpt | None
+    finish_reason: str
+    num_new_tokens: int
+    right: bool | None
+    reference: Excerpt | None
+
+
+@dataclass
+class ErrorClass:
+    """How many records have an error of one class, and the first of them."""
+
+    count: int = 0
+    examples: list[ShownRow] = field(default_factory=list)
+
+
+class RunFacts:
+    """The counts of one output and the rows that are shown of it.
+
+    Attributes:
+        records: how many records the rows belong to.
+        rows: how many there are; more where a record has several answers.
+        answered: records without an error.
+        prompt_lengths: records by the tokens of their prompt.
+        new_lengths: answers by their tokens.
+        finish_reasons: answers by the reason why they ended.
+        errors: by class.
+        accuracy: of all rows with a reference.
+        groups: accuracy by field and value.
+        first: the first rows.
+        wrong: the first wrong ones.
+        broken: the first places without a row; `num_broken` counts all.
+    """
+
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
+        self.records = self.rows = self.answered = self.num_broken = 0
+        self.prompt_lengths: Counter[int] = Counter()
+        self.new_lengths: Counter[int] = Counter()
+        self.finish_reasons: Counter[str] = Counter()
+        self.errors: dict[str, ErrorClass] = {}
+        self.accuracy = Accuracy()
+        self.groups: dict[str, dict[str, Accuracy]] = {name: {} for name in choice.by}
+        self.first: list[ShownRow] = []
+        self.wrong: list[ShownRow] = []
+        self.broken: list[BrokenRow] = []
+        self.field_names: set[str] = set()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all answered records' prompts."""
+        return sum(length * count for length, count in self.prompt_lengths.items())
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(length * count for length, count in self.new_lengths.items())
+
+    @property
+    def num_errors(self) -> int:
+        """How many records have an error."""
+        return self.records - self.answered
+
+    def add_broken(self, broken: BrokenRow) -> None:
+        """Takes note of a place where a row should be."""
+        self.num_broken += 1
+        if len(self.broken) < MAX_BROKEN:
+            self.broken.append(broken)
+
+    def add(self, row: Row) -> None:
+        """Counts a row, and keeps what will be shown of it."""
+        self.rows += 1
+        if len(self.field_names) < MAX_NAMES:
+            self.field_names.update(name[:NAME_CHARACTERS] for name in row)
+        first_of_record = row.get("sequence_idx", 0) == 0
+        self.records += first_of_record
+        right = None if self._choice.reference is None else is_right(row, self._choice.reference)
+        if right is not None:
+            self._count_right(row, right)
+        if "error" in row:
+            self._add_error(row)
+        else:
+            self.answered += first_of_record
+            if first_of_record:
+                self.prompt_lengths[row["num_prompt_tokens"]] += 1
+            self.new_lengths[row["num_new_tokens"]] += 1
+            self.finish_reasons[_key(self.finish_reasons, row["finish_reason"])] += 1
+        if len(self.first) < self._choice.rows:
+            self.first.append(self._shown(row, right))
+        if right is False and len(self.wrong) < self._choice.rows:
+            self.wrong.append(self._shown(row, right))
+
+    def check_choice(self, path: str) -> None:
+        """Refuses fields that no row has.
+
+        Raises:
+            ValueError: names the field, and those that there are.
+        """
+        names = [] if self._choice.reference is None else [("--reference", self._choice.reference)]
+        names += [("--by", name) for name in self._choice.by]
+        for flag, name in names:
+            found = self.accuracy.total if flag == "--reference" else set(self.groups[name]) - {MISSING}
+            if not found:
+                there = ", ".join(sorted(self.field_names)[:20])
+                raise ValueError(f"{path}: no row has a field {name!r} for {flag}; there are {there}")
+
+    def _count_right(self, row: Row, right: bool) -> None:
+        self.accuracy.add(right)
+        for name, groups in self.groups.items():
+            value = field_of(row, name)
+            key = _key(groups, MISSING if value is None else as_text(value))
+            groups.setdefault(key, Accuracy()).add(right)
+
+    def _add_error(self, row: Row) -> None:
+        found = self.errors.setdefault(_key(self.errors, row["error_type"]), ErrorClass())
+        found.count += 1
+        if len(found.examples) < EXAMPLES_OF_AN_ERROR:
+            found.examples.append(self._shown(row, None))
+
+    def _shown(self, row: Row, right: bool | None) -> ShownRow:
+        reference = None if self._choice.reference is None else field_of(row, self._choice.reference)
+        return ShownRow(
+            name=row_name(row),
+            own=own_fields(row, MAX_FIELDS, FIELD_CHARACTERS),
+            answer=None if "error" in row else excerpt(row.get("generated_text", ""), ANSWER_CHARACTERS),
+            error=excerpt(row["error"], FIELD_CHARACTERS) if "error" in row else None,
+            finish_reason=row.get("finish_reason", "error")[:NAME_CHARACTERS],
+            num_new_tokens=row.get("num_new_tokens", 0),
+            right=right,
+            reference=None if reference is None else excerpt(reference, FIELD_CHARACTERS),
+        )
+
+
+def row_name(row: Row) -> str:
+    """How a page calls a row: the index of its record, and which of several answers it is."""
+    index = str(row["sample_idx"])
+    return f"{index}.{row['sequence_idx']}" if "sequence_idx" in row else index
+
+
+def _key(known: Mapping[str, Any], name: str) -> str:
+    """The name under which something is counted: cut, and one for all that come after `MAX_NAMES` others."""
+    name = name[:NAME_CHARACTERS]
+    return name if name in known or len(known) < MAX_NAMES else OTHERS
