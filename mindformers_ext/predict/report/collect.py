@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindformers_ext.predict.report.correctness import Accuracy, as_text, field_of, is_right
-from mindformers_ext.predict.report.excerpts import Excerpt, OwnFields, excerpt, own_fields
+from mindformers_ext.predict.report.correctness import Accuracy, field_of, is_right, row_values
+from mindformers_ext.predict.report.excerpts import Excerpt, OwnFields, as_text, excerpt, own_fields
 from mindformers_ext.predict.report.reading import BrokenRow, Row
 
 # What is kept of a file, however large and odd it is.
@@ -29,18 +29,28 @@ class Choice:
 
     Attributes:
         reference: the field that holds the right answer; None without one.
+        metric: the metric that rows carry by which they are right or wrong; None takes the first, or `reference`.
         by: the fields whose values accuracy is told apart by.
         rows: so many rows are in each table.
     """
 
     reference: str | None = None
+    metric: str | None = None
     by: Sequence[str] = ()
     rows: int = 100
+
+    def value(self, row: Row) -> float | None:
+        """Returns how right a row is, 1 if it is; None if nothing tells."""
+        if self.reference is not None:
+            right = is_right(row, self.reference)
+            return None if right is None else float(right)
+        values = row_values(row)
+        return values.get(self.metric) if self.metric is not None else next(iter(values.values()), None)
 
 
 @dataclass(frozen=True)
 class ShownRow:
-    """A row as a table shows it; `right` is None where that is not known, `reference` where there is none."""
+    """A row as a table shows it; `value` is that of `Choice.value`, `reference` is None where there is none."""
 
     name: str
     own: OwnFields
@@ -48,7 +58,7 @@ class ShownRow:
     error: Excerpt | None
     finish_reason: str
     num_new_tokens: int
-    right: bool | None
+    value: float | None
     reference: Excerpt | None
 
 
@@ -71,21 +81,23 @@ class RunFacts:
         new_lengths: answers by their tokens.
         finish_reasons: answers by the reason why they ended.
         errors: by class.
-        accuracy: of all rows with a reference.
+        accuracy: of all rows that can be judged.
+        metric: the name of the first metric that rows carry, empty without one.
         groups: accuracy by field and value.
         first: the first rows.
-        wrong: the first wrong ones.
+        wrong: the first wrong ones, whose value is 0; `num_wrong` counts all.
         broken: the first places without a row; `num_broken` counts all.
     """
 
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
-        self.records = self.rows = self.answered = self.num_broken = 0
+        self.records = self.rows = self.answered = self.num_broken = self.num_wrong = 0
         self.prompt_lengths: Counter[int] = Counter()
         self.new_lengths: Counter[int] = Counter()
         self.finish_reasons: Counter[str] = Counter()
         self.errors: dict[str, ErrorClass] = {}
         self.accuracy = Accuracy()
+        self.metric = ""
         self.groups: dict[str, dict[str, Accuracy]] = {name: {} for name in choice.by}
         self.first: list[ShownRow] = []
         self.wrong: list[ShownRow] = []
@@ -117,12 +129,12 @@ class RunFacts:
         """Counts a row, and keeps what will be shown of it."""
         self.rows += 1
         if len(self.field_names) < MAX_NAMES:
-            self.field_names.update(name[:NAME_CHARACTERS] for name in row)
+            self.field_names.update(name[:NAME_CHARACTERS] for name in [*row, *row_values(row)])
         first_of_record = row.get("sequence_idx", 0) == 0
         self.records += first_of_record
-        right = None if self._choice.reference is None else is_right(row, self._choice.reference)
-        if right is not None:
-            self._count_right(row, right)
+        value = self._choice.value(row)
+        if value is not None:
+            self._judge(row, value)
         if "error" in row:
             self._add_error(row)
         else:
@@ -132,9 +144,9 @@ class RunFacts:
             self.new_lengths[row["num_new_tokens"]] += 1
             self.finish_reasons[_key(self.finish_reasons, row["finish_reason"])] += 1
         if len(self.first) < self._choice.rows:
-            self.first.append(self._shown(row, right))
-        if right is False and len(self.wrong) < self._choice.rows:
-            self.wrong.append(self._shown(row, right))
+            self.first.append(self._shown(row, value))
+        if value == 0 and len(self.wrong) < self._choice.rows:
+            self.wrong.append(self._shown(row, value))
 
     def check_choice(self, path: str) -> None:
         """Refuses fields that no row has.
@@ -142,20 +154,24 @@ class RunFacts:
         Raises:
             ValueError: names the field, and those that there are.
         """
-        names = [] if self._choice.reference is None else [("--reference", self._choice.reference)]
-        names += [("--by", name) for name in self._choice.by]
-        for flag, name in names:
-            found = self.accuracy.total if flag == "--reference" else set(self.groups[name]) - {MISSING}
-            if not found:
+        asked = [("--reference", self._choice.reference), ("--metric", self._choice.metric)]
+        names = [(flag, name, self.accuracy.total > 0) for flag, name in asked if name is not None]
+        if self._choice.by and not self.accuracy.total:
+            raise ValueError(f"{path}: nothing tells which rows are right; --reference names a field with the answer")
+        names += [("--by", name, bool(set(groups) - {MISSING})) for name, groups in self.groups.items()]
+        for flag, name, is_there in names:
+            if not is_there:
                 there = ", ".join(sorted(self.field_names)[:20])
                 raise ValueError(f"{path}: no row has a field {name!r} for {flag}; there are {there}")
 
-    def _count_right(self, row: Row, right: bool) -> None:
-        self.accuracy.add(right)
+    def _judge(self, row: Row, judgement: float) -> None:
+        self.accuracy.add(judgement)
+        self.num_wrong += judgement == 0
+        self.metric = self.metric or next(iter(row_values(row)), "")[:NAME_CHARACTERS]
         for name, groups in self.groups.items():
             value = field_of(row, name)
             key = _key(groups, MISSING if value is None else as_text(value))
-            groups.setdefault(key, Accuracy()).add(right)
+            groups.setdefault(key, Accuracy()).add(judgement)
 
     def _add_error(self, row: Row) -> None:
         found = self.errors.setdefault(_key(self.errors, row["error_type"]), ErrorClass())
@@ -163,7 +179,7 @@ class RunFacts:
         if len(found.examples) < EXAMPLES_OF_AN_ERROR:
             found.examples.append(self._shown(row, None))
 
-    def _shown(self, row: Row, right: bool | None) -> ShownRow:
+    def _shown(self, row: Row, value: float | None) -> ShownRow:
         reference = None if self._choice.reference is None else field_of(row, self._choice.reference)
         return ShownRow(
             name=row_name(row),
@@ -172,7 +188,7 @@ class RunFacts:
             error=excerpt(row["error"], FIELD_CHARACTERS) if "error" in row else None,
             finish_reason=row.get("finish_reason", "error")[:NAME_CHARACTERS],
             num_new_tokens=row.get("num_new_tokens", 0),
-            right=right,
+            value=value,
             reference=None if reference is None else excerpt(reference, FIELD_CHARACTERS),
         )
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from mindformers_ext.predict.report.collect import ANSWER_CHARACTERS, FIELD_CHARACTERS, MAX_FIELDS, Choice, row_name
-from mindformers_ext.predict.report.correctness import is_right
 from mindformers_ext.predict.report.excerpts import Excerpt, OwnFields, excerpt, own_fields
 from mindformers_ext.predict.report.reading import BrokenRow, Row
 
@@ -121,10 +120,9 @@ class Comparison:
             if kind == "other tokens":
                 assert position is not None
                 self.positions[position] += 1
-            if self._choice.reference is not None:
-                right = is_right(a, self._choice.reference), is_right(b, self._choice.reference)
-                if right[0] is not None and right[1] is not None:
-                    self.verdicts[right[0], right[1]] += 1
+            value_a, value_b = self._choice.value(a), self._choice.value(b)
+            if value_a is not None and value_b is not None:
+                self.verdicts[value_a > 0, value_b > 0] += 1
         if kind != "same" and len(self.changes) < self._choice.rows:
             self.changes.append(_change(kind, a, b, position))
 

@@ -9,12 +9,24 @@ from typing import Any
 
 from mindformers_ext.predict.report.excerpts import as_text, hidden_fields
 
+# Where rows keep the values of metrics; see answer_metrics.py and scoring.py.
+ANSWER_METRICS = "answer_metrics"
+CHOICE_METRICS = ("acc", "acc_norm", "acc_bytes")
 _NORMAL_95 = 1.959964  # of the normal distribution, 95 % lie within so many standard deviations
 
 
 def field_of(row: Mapping[str, Any], name: str) -> Any:
     """Returns the value of a field of a row, or of its record if the name is one of the row's own; None without it."""
     return row.get(name, hidden_fields(row).get(name))
+
+
+def row_values(row: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics that a row carries itself: those of answers, and the accuracies of a choice."""
+    answer_metrics = row.get(ANSWER_METRICS)
+    found = dict(answer_metrics) if isinstance(answer_metrics, Mapping) else {}
+    if "best" in row:
+        found |= {name: row.get(name) for name in CHOICE_METRICS}
+    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 
 def is_right(row: Mapping[str, Any], reference: str) -> bool | None:
@@ -34,25 +46,32 @@ def is_right(row: Mapping[str, Any], reference: str) -> bool | None:
 
 @dataclass
 class Accuracy:
-    """How many of `total` answers are right."""
+    """The mean of a metric over `total` rows."""
 
-    right: int = 0
     total: int = 0
+    sum: float = 0.0
+    is_share: bool = True
 
-    def add(self, right: bool) -> None:
-        """Counts one answer."""
-        self.right += right
+    def add(self, value: float) -> None:
+        """Counts one row."""
         self.total += 1
+        self.sum += value
+        self.is_share = self.is_share and value in (0.0, 1.0)
 
     @property
-    def share(self) -> float:
-        """Of right answers, 0 to 1."""
-        return self.right / self.total
+    def mean(self) -> float:
+        """Of all values."""
+        return self.sum / self.total
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """The shares between which the true one lies with 95 % confidence (Wilson's score interval)."""
+    def interval(self) -> tuple[float, float] | None:
+        """Where the true share of rows with the value 1 lies with 95 % confidence (Wilson's score interval).
+
+        None if there are other values than 0 and 1.
+        """
+        if not self.is_share:
+            return None
         spread = _NORMAL_95**2 / self.total
-        center = (self.share + spread / 2) / (1 + spread)
-        half = math.sqrt(self.share * (1 - self.share) * spread + spread**2 / 4) / (1 + spread)
+        center = (self.mean + spread / 2) / (1 + spread)
+        half = math.sqrt(self.mean * (1 - self.mean) * spread + spread**2 / 4) / (1 + spread)
         return max(center - half, 0.0), min(center + half, 1.0)

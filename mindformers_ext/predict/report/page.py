@@ -62,13 +62,15 @@ def render_page(runs: list[Run], comparison: Comparison | None, choice: Choice) 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": lambda value: f"{value:,}", "percent": lambda share: f"{share:.1%}"}
+    environment.filters |= {"number": lambda value: f"{value:,}", "percent": "{:.1%}".format, "mean": _mean}
     return environment.get_template("page.html.jinja").render(
         runs=runs,
         comparison=comparison,
         choice=choice,
         no_run=Run("", "", runs[0].facts, RunMetrics()),
         speeds=_speeds(runs),
+        metric=_metric_name(runs, choice),
+        means=[_mean(run.facts.accuracy) for run in runs],
         histograms=_histograms(runs),
         positions=None if comparison is None else _positions(comparison),
         percentiles=_percentiles(runs),
@@ -82,6 +84,18 @@ def render_page(runs: list[Run], comparison: Comparison | None, choice: Choice) 
 def _finalize(value: Any) -> Any:
     """Every text that the template prints goes through here, before it is escaped."""
     return visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
+
+def _metric_name(runs: list[Run], choice: Choice) -> str:
+    if not any(run.facts.accuracy.total for run in runs):
+        return ""
+    return f"equal to {choice.reference}" if choice.reference is not None else choice.metric or runs[0].facts.metric
+
+
+def _mean(accuracy: Accuracy) -> str:
+    if not accuracy.total:
+        return "not known"
+    return f"{accuracy.mean:.1%}" if accuracy.is_share else f"{accuracy.mean:.4g}"
 
 
 def _speeds(runs: list[Run]) -> dict[str, list[str]]:
