@@ -8,6 +8,7 @@ from mindformers_ext.generate.mixin import GenerateMixin
 from mindformers_ext.generate.plugins import LogitsProcessor, StoppingCriteria
 from mindformers_ext.generate.rows import FinishReason, GeneratedRow
 from mindformers_ext.generate.sampler import greedy_sample
+from mindformers_ext.generate.scoring import Likelihood, Pair, score_groups
 from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.generate.streamers import Streamer, TextStreamer
 from mindformers_ext.generate.utils import build_causal_mask, build_position_ids
@@ -20,7 +21,9 @@ __all__ = [
     "GenerationConfig",
     "GenerationStats",
     "KVCache",
+    "Likelihood",
     "LogitsProcessor",
+    "Pair",
     "StoppingCriteria",
     "Streamer",
     "TextStreamer",
@@ -30,4 +33,5 @@ __all__ = [
     "generate_rows",
     "greedy_sample",
     "run_idle",
+    "score_groups",
 ]

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindformers_ext.predict.report.excerpts import as_text, hidden_fields
+from mindformers_ext.predict.report.excerpts import ANSWER_METRICS, as_text, hidden_fields
 
-# Where rows keep the values of metrics; see answer_metrics.py and scoring.py.
-ANSWER_METRICS = "answer_metrics"
+# Metrics of a choice among several, see scoring.py.
 CHOICE_METRICS = ("acc", "acc_norm", "acc_bytes")
 _NORMAL_95 = 1.959964  # of the normal distribution, 95 % lie within so many standard deviations
 
