@@ -10,6 +10,8 @@ from typing import Any
 from mindformers_ext.predict.report.correctness import Accuracy, field_of, is_right, row_values
 from mindformers_ext.predict.report.excerpts import Excerpt, OwnFields, as_text, excerpt, own_fields
 from mindformers_ext.predict.report.reading import BrokenRow, Row
+from mindformers_ext.predict.score_sums import add_score
+from mindformers_ext.predict.summary import is_score
 
 # What is kept of a file, however large and odd it is.
 MAX_NAMES = 10_000
@@ -56,8 +58,7 @@ class ShownRow:
     own: OwnFields
     answer: Excerpt | None
     error: Excerpt | None
-    finish_reason: str
-    num_new_tokens: int
+    note: str
     value: float | None
     reference: Excerpt | None
 
@@ -79,6 +80,8 @@ class RunFacts:
         answered: records without an error.
         prompt_lengths: records by the tokens of their prompt.
         new_lengths: answers by their tokens.
+        target_lengths: scored targets, choices and texts by their tokens.
+        score_sums: of scores, see `score_sums.add_score`.
         finish_reasons: answers by the reason why they ended.
         errors: by class.
         accuracy: of all rows that can be judged.
@@ -94,6 +97,8 @@ class RunFacts:
         self.records = self.rows = self.answered = self.num_broken = self.num_wrong = 0
         self.prompt_lengths: Counter[int] = Counter()
         self.new_lengths: Counter[int] = Counter()
+        self.target_lengths: Counter[int] = Counter()
+        self.score_sums: dict[str, float] = {}
         self.finish_reasons: Counter[str] = Counter()
         self.errors: dict[str, ErrorClass] = {}
         self.accuracy = Accuracy()
@@ -141,8 +146,7 @@ class RunFacts:
             self.answered += first_of_record
             if first_of_record:
                 self.prompt_lengths[row["num_prompt_tokens"]] += 1
-            self.new_lengths[row["num_new_tokens"]] += 1
-            self.finish_reasons[_key(self.finish_reasons, row["finish_reason"])] += 1
+            self._add_score(row) if is_score(row) else self._add_answer(row)
         if len(self.first) < self._choice.rows:
             self.first.append(self._shown(row, value))
         if value == 0 and len(self.wrong) < self._choice.rows:
@@ -173,6 +177,15 @@ class RunFacts:
             key = _key(groups, MISSING if value is None else as_text(value))
             groups.setdefault(key, Accuracy()).add(judgement)
 
+    def _add_answer(self, row: Row) -> None:
+        self.new_lengths[row["num_new_tokens"]] += 1
+        self.finish_reasons[_key(self.finish_reasons, row["finish_reason"])] += 1
+
+    def _add_score(self, row: Row) -> None:
+        add_score(self.score_sums, row)
+        lengths = row["num_target_tokens"]
+        self.target_lengths.update(lengths if isinstance(lengths, list) else [lengths])
+
     def _add_error(self, row: Row) -> None:
         found = self.errors.setdefault(_key(self.errors, row["error_type"]), ErrorClass())
         found.count += 1
@@ -184,10 +197,9 @@ class RunFacts:
         return ShownRow(
             name=row_name(row),
             own=own_fields(row, MAX_FIELDS, FIELD_CHARACTERS),
-            answer=None if "error" in row else excerpt(row.get("generated_text", ""), ANSWER_CHARACTERS),
+            answer=None if "error" in row else excerpt(answer_text(row), ANSWER_CHARACTERS),
             error=excerpt(row["error"], FIELD_CHARACTERS) if "error" in row else None,
-            finish_reason=row.get("finish_reason", "error")[:NAME_CHARACTERS],
-            num_new_tokens=row.get("num_new_tokens", 0),
+            note=_note(row),
             value=value,
             reference=None if reference is None else excerpt(reference, FIELD_CHARACTERS),
         )
@@ -197,6 +209,23 @@ def row_name(row: Row) -> str:
     """How a page calls a row: the index of its record, and which of several answers it is."""
     index = str(row["sample_idx"])
     return f"{index}.{row['sequence_idx']}" if "sequence_idx" in row else index
+
+
+def answer_text(row: Row) -> str:
+    """What the model said in a row without an error: its text, or how likely it found the targets."""
+    if not is_score(row):
+        return as_text(row.get("generated_text", ""))
+    chosen = f"choice {row['best']}, " if "best" in row else ""
+    return f"{chosen}log-likelihood {as_text(row['loglikelihood'])}"
+
+
+def _note(row: Row) -> str:
+    """How an answer ended and how long it is."""
+    if "error" in row:
+        return "error"
+    if is_score(row):
+        return f"{as_text(row['num_target_tokens'])} tokens"
+    return f"{row['finish_reason'][:NAME_CHARACTERS]}, {row['num_new_tokens']:,} new tokens"
 
 
 def _key(known: Mapping[str, Any], name: str) -> str:

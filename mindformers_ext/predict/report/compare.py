@@ -7,18 +7,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from mindformers_ext.predict.report.collect import ANSWER_CHARACTERS, FIELD_CHARACTERS, MAX_FIELDS, Choice, row_name
-from mindformers_ext.predict.report.excerpts import Excerpt, OwnFields, excerpt, own_fields
+from mindformers_ext.predict.report.collect import FIELD_CHARACTERS, MAX_FIELDS, Choice, answer_text, row_name
+from mindformers_ext.predict.report.excerpts import Excerpt, OwnFields, as_text, excerpt, own_fields
 from mindformers_ext.predict.report.reading import BrokenRow, Row
+from mindformers_ext.predict.summary import is_score
 
 BEFORE_CHARACTERS = 60
 AFTER_CHARACTERS = 200
+# Log-likelihoods that differ by less are the same: float32 sums in another order do.
+SCORE_TOLERANCE = 1e-3
 
 Kind: TypeAlias = Literal[
     "same",
     "other tokens",
     "other text",
     "other end",
+    "other choice",
+    "other score",
+    "other task",
     "other prompt",
     "other error",
     "error in A only",
@@ -117,8 +123,7 @@ class Comparison:
             if kind in ("other tokens", "other prompt"):
                 part = _new_ids if kind == "other tokens" else _prompt_ids
                 position = _first_difference(part(a), part(b))
-            if kind == "other tokens":
-                assert position is not None
+            if kind == "other tokens" and position is not None:
                 self.positions[position] += 1
             value_a, value_b = self._choice.value(a), self._choice.value(b)
             if value_a is not None and value_b is not None:
@@ -162,6 +167,8 @@ def _kind(a: Row | None, b: Row | None) -> Kind:
         return "same" if same else "other error"
     if "error" in a or "error" in b:
         return "error in A only" if "error" in a else "error in B only"
+    if is_score(a) or is_score(b):
+        return _kind_of_scores(a, b) if is_score(a) and is_score(b) else "other task"
     if _prompt_ids(a) != _prompt_ids(b):
         return "other prompt"
     if _new_ids(a) != _new_ids(b):
@@ -169,6 +176,18 @@ def _kind(a: Row | None, b: Row | None) -> Kind:
     if a.get("generated_text") != b.get("generated_text"):
         return "other text"
     return "same" if a["finish_reason"] == b["finish_reason"] else "other end"
+
+
+def _kind_of_scores(a: Row, b: Row) -> Kind:
+    if a.get("best") != b.get("best"):
+        return "other choice"
+    numbers_a, numbers_b = (row["loglikelihood"] for row in (a, b))
+    if not isinstance(numbers_a, list) or not isinstance(numbers_b, list):
+        numbers_a, numbers_b = [numbers_a], [numbers_b]
+    near = len(numbers_a) == len(numbers_b) and all(
+        abs(one - other) <= SCORE_TOLERANCE for one, other in zip(numbers_a, numbers_b, strict=True)
+    )
+    return "same" if near else "other score"
 
 
 def _first_difference(a: list[Any] | str, b: list[Any] | str) -> int:
@@ -199,8 +218,7 @@ def _text(row: Row | None) -> str:
     """The answer of a row, or its error."""
     if row is None:
         return ""
-    text = f"{row['error_type']}: {row['error']}" if "error" in row else row.get("generated_text", "")
-    return text if isinstance(text, str) else excerpt(text, ANSWER_CHARACTERS).text
+    return f"{row['error_type']}: {as_text(row['error'])}" if "error" in row else answer_text(row)
 
 
 def _side(row: Row, part: Callable[[Row], list[Any]], position: int | None, rest: str) -> Side:

@@ -17,6 +17,7 @@ from mindformers_ext.predict.report.compare import Comparison
 from mindformers_ext.predict.report.correctness import Accuracy
 from mindformers_ext.predict.report.excerpts import visible
 from mindformers_ext.predict.report.run_metrics import RunMetrics
+from mindformers_ext.predict.score_sums import score_metrics
 
 MAX_GROUPS = 40
 
@@ -68,7 +69,7 @@ def render_page(runs: list[Run], comparison: Comparison | None, choice: Choice) 
         comparison=comparison,
         choice=choice,
         no_run=Run("", "", runs[0].facts, RunMetrics()),
-        speeds=_speeds(runs),
+        numbers=_numbers(runs),
         metric=_metric_name(runs, choice),
         means=[_mean(run.facts.accuracy) for run in runs],
         histograms=_histograms(runs),
@@ -98,9 +99,15 @@ def _mean(accuracy: Accuracy) -> str:
     return f"{accuracy.mean:.1%}" if accuracy.is_share else f"{accuracy.mean:.4g}"
 
 
-def _speeds(runs: list[Run]) -> dict[str, list[str]]:
-    names = dict.fromkeys(name for run in runs for name in run.metrics.speed)
-    return {name: [run.metrics.speed.get(name, "not known") for run in runs] for name in names}
+def _numbers(runs: list[Run]) -> dict[str, list[str]]:
+    """Metrics of scores, then speeds, by name."""
+    of_runs = []
+    for run in runs:
+        scores = score_metrics(run.facts.score_sums)
+        shown = {name.replace("_", " "): "too large" if n is None else f"{n:.4f}" for name, n in scores.items()}
+        of_runs.append(shown | run.metrics.speed)
+    names = dict.fromkeys(name for numbers in of_runs for name in numbers)
+    return {name: [numbers.get(name, "not known") for numbers in of_runs] for name in names}
 
 
 def _positions(comparison: Comparison) -> Histogram | None:
@@ -124,6 +131,7 @@ def _histograms(runs: list[Run]) -> list[Histogram]:
             "Records by length of the prompt", "tokens", [(r.label, r.facts.prompt_lengths) for r in runs]
         ),
         length_histogram("Answers by length", "tokens", [(r.label, r.facts.new_lengths) for r in runs]),
+        length_histogram("Scored texts by length", "tokens", [(r.label, r.facts.target_lengths) for r in runs]),
         time_histogram(
             "Records by latency of their batch",
             [(r.label, r.metrics.latencies, _latency_note(r.metrics)) for r in runs],

@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 from mindformers_ext.predict import sources
 from mindformers_ext.predict.json_array import Fault, split_elements
 from mindformers_ext.predict.records import json_kind
+from mindformers_ext.predict.report.correctness import CHOICE_METRICS
 from mindformers_ext.predict.sources import DamagedFileError, open_source, read_lines, suffix_of
 from mindformers_ext.predict.strict_json import parse_json
-from mindformers_ext.predict.summary import is_row
+from mindformers_ext.predict.summary import is_row, is_score
 
 SUFFIXES = (".jsonl", ".json")
 
@@ -82,10 +83,19 @@ def _row(place: str, part: bytes | Fault) -> Row | BrokenRow:
         return BrokenRow(
             place, "is no row of an output: sample_idx, or what belongs to an answer or an error, is missing"
         )
-    negative = next((name for name in _COUNTS if type(value.get(name, 0)) is not int or value.get(name, 0) < 0), None)
-    if negative is not None:
-        return BrokenRow(place, f"{negative} is not a count")
-    return value
+    odd = next((name for name in _COUNTS if name in value and not _are_counts(value[name])), None)
+    if odd is None and "error" not in value and is_score(value):
+        odd = next((name for name in _NUMBERS if name in value and not _are_numbers(value[name])), None)
+    return BrokenRow(place, f"has {odd} that is no number of its kind") if odd is not None else value
 
 
-_COUNTS = ("sample_idx", "sequence_idx", "num_prompt_tokens", "num_new_tokens")
+def _are_counts(value: Any) -> bool:
+    return all(type(one) is int and one >= 0 for one in (value if isinstance(value, list) else [value]))
+
+
+def _are_numbers(value: Any) -> bool:
+    return all(type(one) in (int, float) for one in (value if isinstance(value, list) else [value]))
+
+
+_COUNTS = ("sample_idx", "sequence_idx", "num_prompt_tokens", "num_new_tokens", "num_target_tokens")
+_NUMBERS = ("loglikelihood", "num_words", "num_bytes", *CHOICE_METRICS)
