@@ -8,7 +8,11 @@ setup(
     description="A PyNative Trainer for MindSpore whose YAML can say run_mode: predict",
     license="Apache-2.0",
     packages=find_packages(include=["mindformers_ext", "mindformers_ext.*"]),
-    package_data={"mindformers_ext": ["py.typed"], "mindformers_ext.ops.native": ["*.cpp", "*.h"]},
+    package_data={
+        "mindformers_ext": ["py.typed"],
+        "mindformers_ext.ops.native": ["*.cpp", "*.h"],
+        "mindformers_ext.predict.report": ["*.jinja", "*.css"],
+    },
     python_requires=">=3.10,<3.13",  # the versions that MindSpore has wheels for
     install_requires=[
         "mindspore>=2.10,<2.12",  # tensors, autograd, communication: the releases this code was written for

@@ -63,14 +63,15 @@ def render_page(runs: list[Run], comparison: Comparison | None, choice: Choice) 
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    metric = _metric_name(runs, choice)
     environment.filters |= {"number": lambda value: f"{value:,}", "percent": "{:.1%}".format, "mean": _mean}
     return environment.get_template("page.html.jinja").render(
         runs=runs,
         comparison=comparison,
         choice=choice,
         no_run=Run("", "", runs[0].facts, RunMetrics()),
-        numbers=_numbers(runs),
-        metric=_metric_name(runs, choice),
+        numbers=_numbers(runs, metric),
+        metric=metric,
         means=[_mean(run.facts.accuracy) for run in runs],
         histograms=_histograms(runs),
         positions=None if comparison is None else _positions(comparison),
@@ -99,11 +100,12 @@ def _mean(accuracy: Accuracy) -> str:
     return f"{accuracy.mean:.1%}" if accuracy.is_share else f"{accuracy.mean:.4g}"
 
 
-def _numbers(runs: list[Run]) -> dict[str, list[str]]:
-    """Metrics of scores, then speeds, by name."""
+def _numbers(runs: list[Run], metric: str) -> dict[str, list[str]]:
+    """Metrics of scores but `metric`, which has a place of its own, and speeds, by name."""
     of_runs = []
     for run in runs:
         scores = score_metrics(run.facts.score_sums)
+        scores = {name: n for name, n in scores.items() if name != metric and not name.endswith("_stderr")}
         shown = {name.replace("_", " "): "too large" if n is None else f"{n:.4f}" for name, n in scores.items()}
         of_runs.append(shown | run.metrics.speed)
     names = dict.fromkeys(name for numbers in of_runs for name in numbers)
@@ -141,8 +143,8 @@ def _histograms(runs: list[Run]) -> list[Histogram]:
 
 
 def _latency_note(metrics: RunMetrics) -> str:
-    parts = [f"{words} up to {seconds:.3g} s" for words, seconds in metrics.percentiles.items()]
-    return ", ".join(parts) or "no latencies"
+    records = sum(count for _, count in metrics.latencies)
+    return f"{records:,} records" if records else "not known"
 
 
 def _counted(counts: Sequence[Mapping[str, int]]) -> list[Bars]:
