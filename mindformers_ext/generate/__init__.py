@@ -8,7 +8,7 @@ from mindformers_ext.generate.mixin import GenerateMixin
 from mindformers_ext.generate.plugins import LogitsProcessor, StoppingCriteria
 from mindformers_ext.generate.rows import FinishReason, GeneratedRow
 from mindformers_ext.generate.sampler import greedy_sample
-from mindformers_ext.generate.scoring import Likelihood, Pair, score_groups
+from mindformers_ext.generate.scoring import Likelihood, Pair, check_pairs, score_groups
 from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.generate.streamers import Streamer, TextStreamer
 from mindformers_ext.generate.utils import build_causal_mask, build_position_ids
@@ -29,6 +29,7 @@ __all__ = [
     "TextStreamer",
     "build_causal_mask",
     "build_position_ids",
+    "check_pairs",
     "generate",
     "generate_rows",
     "greedy_sample",

@@ -83,7 +83,7 @@ def score_groups(
         FloatingPointError: the probability of a token is no finite number.
     """
     pairs = [pair for group in groups for pair in group]
-    _check_limits(model, pairs)
+    check_pairs(model, pairs)
     found: dict[int, Likelihood] = {}
     with ms._no_grad(), _evaluating(model):
         forwards = _Forwards(model, chunk_size, before_forward, GenerationStats() if stats is None else stats)
@@ -99,7 +99,12 @@ def score_groups(
     return [[next(scored) for _ in group] for group in groups]
 
 
-def _check_limits(model: Any, pairs: Sequence[Pair]) -> None:
+def check_pairs(model: Any, pairs: Sequence[Pair]) -> None:
+    """Refuses pairs that a model cannot score.
+
+    Raises:
+        ValueError: see `score_groups`; names the first one by its number.
+    """
     limits = getattr(model, "config", None)
     vocab_size, seq_length = getattr(limits, "vocab_size", None), getattr(limits, "seq_length", None)
     for number, (context, continuation) in enumerate(pairs):

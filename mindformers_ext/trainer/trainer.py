@@ -13,7 +13,7 @@ from mindspore import nn
 
 from mindformers_ext.checkpoint import check_no_other_run, check_weights, saved_step
 from mindformers_ext.config import TrainConfig, load_config
-from mindformers_ext.generate import GenerationStats, Likelihood, Pair
+from mindformers_ext.generate import GenerationStats, Likelihood, Pair, check_pairs
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import failing_together, require_same
@@ -351,6 +351,7 @@ class Trainer:
             ValueError: an empty context or continuation, ids that the model does not have, or a pair that is too long.
             FloatingPointError: the probability of a token is no finite number.
         """
+        check_pairs(self.model, pairs)
         return score_pairs(self._scoring_decode(share_prompts), pairs, self._scoring_batch(batch_size))
 
     def score_rolling(
