@@ -34,6 +34,8 @@ setup(
             "types-PyYAML>=6",  # stubs for mypy
             "types-tqdm>=4.60",  # stubs for mypy
         ],
+        # The model of lm-evaluation-harness, mindformers_ext/lm_eval_adapter.py; 0.4.13 is what it was compared with.
+        "lm_eval": ["lm_eval>=0.4.13"],
         # MindSpore Transformers itself, never imported here at import time. Its release 2.1 asks for packages that PyPI
         # does not have on every platform (hyper-parallel), so this extra works where those are installed.
         "mindformers": ["mindformers>=2.1,<3"],
