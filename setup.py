@@ -35,7 +35,10 @@ setup(
             "types-tqdm>=4.60",  # stubs for mypy
         ],
         # The model of lm-evaluation-harness, mindformers_ext/lm_eval_adapter.py; 0.4.13 is what it was compared with.
-        "lm_eval": ["lm_eval>=0.4.13"],
+        "lm_eval": [
+            "lm_eval>=0.4.13",
+            "pyarrow<26",  # which lm_eval's datasets bring; from 26 on it breaks on the numpy that MindSpore needs
+        ],
         # MindSpore Transformers itself, never imported here at import time. Its release 2.1 asks for packages that PyPI
         # does not have on every platform (hyper-parallel), so this extra works where those are installed.
         "mindformers": ["mindformers>=2.1,<3"],
