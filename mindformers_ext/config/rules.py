@@ -54,7 +54,7 @@ SCORE_KEYS = (
     "token_logprobs",
     "share_prompts",
 )
-GENERATE_KEYS = ("skip_special_tokens", "suppress_unnamed_tokens")
+GENERATE_KEYS = ("skip_special_tokens", "suppress_unnamed_tokens", "share_prefix")
 # The one option of decoding that scoring has: how much of a prompt is in one forward.
 SCORE_OPTIONS = ("prefill_chunk_size",)
 # Switches, and the value that asks for what happens anyway; so does false everywhere.

@@ -342,6 +342,7 @@ class PredictSection(Section):
     progress: bool = True
     metrics_file: bool = True
     resume: bool | Literal["auto"] = "auto"
+    share_prefix: bool | Literal["auto"] = "auto"
     on_error: Literal["record", "abort"] = "record"
     max_errors: Count | None = None
     start_timeout: NonNegativeFloat = 1800.0

@@ -53,6 +53,7 @@ class GPTModel(nn.Cell):
             self._sharded = ShardedParameters(self._parameters_by_name, self.model_shard.sharing)
         # Recurrent layers and compressed blocks follow the order of tokens, whatever a mask says.
         self.takes_additive_mask = set(config.layer_types) == {"full_attention"}
+        self.can_crop_cache = self.takes_additive_mask
 
     def construct(
         self,

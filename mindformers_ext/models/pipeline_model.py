@@ -29,7 +29,7 @@ class PipelineModel(nn.Cell):
         super().__init__()
         self.stage = stage
         self.config, self.model_shard = stage.config, stage.model_shard
-        self.takes_additive_mask = stage.takes_additive_mask
+        self.takes_additive_mask, self.can_crop_cache = stage.takes_additive_mask, stage.can_crop_cache
         context = self.model_shard.context
         hyper = self.config.hyper_connections
         self._width = self.config.hidden_size * (1 if hyper is None else hyper.num_residual_streams)

@@ -219,7 +219,7 @@ class ScoringTask:
             except ValueError as error:
                 return RecordError("too_long", str(error))
         message = (
-            f"{len(pair[0])} prompt tokens + {len(pair[1])} of the target, the last of which is not read, exceed the "
+            f"{len(pair[0])} prompt tokens + {len(pair[1])} of the target, of which the last is not read, exceed the "
             f"model's length {self.max_length}; predict.truncation: left drops the first ones of the prompt"
         )
         return RecordError("too_long", message)

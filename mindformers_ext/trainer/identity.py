@@ -18,12 +18,15 @@ from mindformers_ext.predict.identity import digest, input_identity, package_ver
 RUN_KEYS = frozenset(
     {
         *("progress", "metrics_file", "resume", "on_error", "max_errors", "start_timeout", "step_timeout"),
-        "share_prompts",
+        *("share_prefix", "share_prompts"),
     }
 )
 _PACKAGES = ("mindformers_ext", "mindspore", "numpy", "tokenizers")
-# Options of decoding that are free to change between two runs of a job: memory, and what has no effect.
-_FREE_OPTIONS = ("prefill_chunk_size", "cache_implementation", "max_cache_len")
+# Options of decoding that are free to change between two runs of a job: memory, drafts, and what has no effect.
+_FREE_OPTIONS = (
+    *("prefill_chunk_size", "cache_implementation", "max_cache_len"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
+)
 _PLUGINS = ("logits_processor", "stopping_criteria")
 
 

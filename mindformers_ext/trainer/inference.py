@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from mindformers_ext.config import TrainConfig
-from mindformers_ext.generate import GenerationConfig, GenerationStats, generate_rows, run_idle
+from mindformers_ext.generate import (
+    GenerationConfig,
+    GenerationStats,
+    PrefixCache,
+    generate_rows,
+    lookup_obstacle,
+    run_idle,
+    sharing_obstacle,
+)
 from mindformers_ext.generate.configuration import DEFAULT_MAX_NEW_TOKENS
 from mindformers_ext.models import TransformerConfig
 from mindformers_ext.parallel.groups import ParallelContext
@@ -16,6 +24,7 @@ from mindformers_ext.predict import Completion, Decode, Record, RunResult, Token
 from mindformers_ext.predict.metrics import Latencies
 from mindformers_ext.predict.run import run_records
 from mindformers_ext.predict.scoring import ScoringTask
+from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.model import checkpoint_model_files, resolve_model_config
 from mindformers_ext.trainer.replicas import COMPLETIONS, Exchange, shared_decode
@@ -27,11 +36,13 @@ __all__ = [
     "Resolved",
     "Watch",
     "build_inference_tokenizer",
+    "check_lookup",
     "configure_inference",
     "decode_together",
     "generate_batch",
     "generate_from_records",
     "num_replicas",
+    "prefix_cache",
     "resolve_generation",
     "score_from_records",
     "without_unnamed_tokens",
@@ -69,6 +80,40 @@ def without_unnamed_tokens(config: GenerationConfig, tokenizer: Tokenizer, vocab
     return config.updated(suppress_tokens=[*(config.suppress_tokens or []), *unnamed])
 
 
+def check_lookup(model: Any, config: GenerationConfig, batch_size: int) -> None:
+    """Refuses prompt lookup where the model or the layout cannot do it.
+
+    Raises:
+        ValueError: says why, and what would be right.
+    """
+    if config.prompt_lookup_num_tokens is None:
+        return
+    obstacle = lookup_obstacle(model, batch_size * config.num_return_sequences)
+    if obstacle is not None:
+        raise ValueError(f"generation.prompt_lookup_num_tokens: {obstacle}")
+
+
+def prefix_cache(
+    wanted: bool | Literal["auto"], model: Any, config: GenerationConfig, stats: GenerationStats
+) -> PrefixCache | None:
+    """Returns what shares the common beginnings of a run's prompts, None where they are computed as a whole.
+
+    Args:
+        wanted: ``predict.share_prefix``; true logs why it cannot be.
+        model: of the run.
+        config: options of decoding.
+        stats: is added to.
+    """
+    if wanted is False:
+        return None
+    obstacle = sharing_obstacle(model, config.use_cache)
+    if obstacle is None:
+        return PrefixCache(model, stats)
+    if wanted is True:
+        logger.warning("predict.share_prefix: every prompt is computed as a whole: %s", obstacle)
+    return None
+
+
 def generate_batch(
     model: Any,
     prompts: Sequence[Sequence[int]],
@@ -77,6 +122,7 @@ def generate_batch(
     record_ids: Sequence[int] | None = None,
     tokenizer: Tokenizer | None = None,
     before_forward: Callable[[], None] | None = None,
+    prefixes: PrefixCache | None = None,
 ) -> list[Completion]:
     """Answers one batch of tokenised prompts, with ``config.num_return_sequences`` completions for each.
 
@@ -88,6 +134,7 @@ def generate_batch(
         record_ids: index of each prompt's record; None counts from 0.
         tokenizer: needed for stop strings.
         before_forward: is called before each forward; what it raises ends the batch.
+        prefixes: shares the common beginning of the prompts; None computes each of them as a whole.
     """
 
     def decode(prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
@@ -102,6 +149,7 @@ def generate_batch(
         record_ids=record_ids,
         decode=None if tokenizer is None else decode,
         before_forward=before_forward,
+        prefixes=prefixes,
     )
     return [
         Completion(
@@ -128,6 +176,7 @@ def generate_from_records(
     batch_size: int = 1,
     latencies: Latencies | None = None,
     step_check: Callable[[], Callable[[], None]] | None = None,
+    prefixes: PrefixCache | None = None,
     **options: Any,
 ) -> RunResult:
     """Answers records in batches, which the replicas of a job share.
@@ -143,12 +192,13 @@ def generate_from_records(
         batch_size: prompts in one batch of a replica.
         latencies: is added to.
         step_check: gives for each batch what is called before each of its forwards.
+        prefixes: see `generate_batch`.
         **options: further arguments of `mindformers_ext.predict.run_generation`.
     """
 
     def decode_here(prompts: list[list[int]], indices: list[int]) -> list[Completion]:
         check = None if step_check is None else step_check()
-        return generate_batch(model, prompts, config, stats, indices, tokenizer, check)
+        return generate_batch(model, prompts, config, stats, indices, tokenizer, check, prefixes)
 
     return run_generation(
         records,

@@ -32,10 +32,12 @@ from mindformers_ext.trainer.checks import save_folder
 from mindformers_ext.trainer.inference import (
     Watch,
     build_inference_tokenizer,
+    check_lookup,
     configure_inference,
     decode_together,
     generate_from_records,
     num_replicas,
+    prefix_cache,
     score_from_records,
     without_unnamed_tokens,
 )
@@ -232,6 +234,7 @@ class Trainer:
             )
             require_same_request(self._context, request)
         if request.decoding is not None:
+            check_lookup(self.model, request.decoding.config, options.batch_size)
             logger.info("decoding: %s", request.decoding.describe())
         elif max_new_tokens is not None:
             logger.warning("no effect with predict.task: %s: max_new_tokens", self.config.predict.task)
@@ -264,7 +267,7 @@ class Trainer:
         total = estimate_total(options.input_data) if shown or job.writer is not None else None
         stats, latencies = GenerationStats(), Latencies()
         meter = RunMeter(self.model, self._context)
-        answer = self._scorer(request) if request.decoding is None else self._generator(job, request, total)
+        answer = self._scorer(request) if request.decoding is None else self._generator(job, request, total, stats)
         result = answer(
             records=request.records,
             stats=stats,
@@ -300,7 +303,9 @@ class Trainer:
         )
         return outputs
 
-    def _generator(self, job: BatchJob, request: PredictionRequest, total: int | None) -> Callable[..., RunResult]:
+    def _generator(
+        self, job: BatchJob, request: PredictionRequest, total: int | None, stats: GenerationStats
+    ) -> Callable[..., RunResult]:
         """Returns what generates answers to records."""
         assert self.tokenizer is not None and request.decoding is not None
         predict, options, decoding = self.config.predict, request.options, request.decoding.config
@@ -317,6 +322,7 @@ class Trainer:
             self.model,
             self.tokenizer,
             config=decoding,
+            prefixes=prefix_cache(predict.share_prefix, self.model, decoding, stats),
             max_length=getattr(self._model_config, "seq_length", None),
             vocab_size=request.vocab_size,
             skip_special_tokens=predict.skip_special_tokens,

@@ -33,7 +33,9 @@ TASKS = {
     ),
     "texts": ([{"instruction": text} for text in SCORES["texts"]], {"rolling": True}),
 }
-RUNS = [("qwen3", layout, task) for layout in LAYOUTS for task in TASKS] + [
+RUNS = [("qwen3", layout, task) for layout in LAYOUTS for task in ("prompts", "choices")]
+RUNS += [("qwen3", layout, "texts") for layout in ("dp4", "tp2pp2", "cp2pp2", "fsdp4")]
+RUNS += [
     (family, layout, "choices")
     for family, layouts in {
         "qwen3_moe": ("tp2pp2", "fsdp4"),
