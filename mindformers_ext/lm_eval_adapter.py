@@ -28,6 +28,8 @@ DEFAULT_NEW_TOKENS = 256
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 # lm-eval seeds torch with it; it seeds sampling here unless generation.seed does.
 DEFAULT_SEED = 1234
+# What lm-eval asks for where its user does not say --device.
+_DEFAULT_DEVICE = "cuda:0"
 # Requests between two steps of the progress bar, in batches.
 _BATCHES_AT_ONCE = 32
 
@@ -203,8 +205,8 @@ def open_model(config: str, batch_size: Any = None, **arguments: Any) -> Harness
     Raises:
         ValueError: an argument that is no key, or a mistake in the YAML.
     """
-    for name in ("max_batch_size", "device"):
-        if arguments.pop(name, None) is not None:
+    for name, default in (("max_batch_size", None), ("device", _DEFAULT_DEVICE)):
+        if arguments.pop(name, None) not in (None, default):
             logger.warning("no effect on this model: %s", name)
     unknown = sorted(name for name in arguments if "." not in name)
     if unknown:
