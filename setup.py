@@ -8,7 +8,11 @@ setup(
     description="A PyNative Trainer for MindSpore whose YAML can say run_mode: predict",
     license="Apache-2.0",
     packages=find_packages(include=["mindformers_ext", "mindformers_ext.*"]),
-    package_data={"mindformers_ext": ["py.typed"], "mindformers_ext.ops.native": ["*.cpp", "*.h"]},
+    package_data={
+        "mindformers_ext": ["py.typed"],
+        "mindformers_ext.ops.native": ["*.cpp", "*.h"],
+        "mindformers_ext.predict.report": ["*.jinja", "*.css"],
+    },
     python_requires=">=3.10,<3.13",  # the versions that MindSpore has wheels for
     install_requires=[
         "mindspore>=2.10,<2.12",  # tensors, autograd, communication: the releases this code was written for
@@ -29,6 +33,11 @@ setup(
             "mypy>=1.11",  # types
             "types-PyYAML>=6",  # stubs for mypy
             "types-tqdm>=4.60",  # stubs for mypy
+        ],
+        # The model of lm-evaluation-harness, mindformers_ext/lm_eval_adapter.py; 0.4.13 is what it was compared with.
+        "lm_eval": [
+            "lm_eval>=0.4.13",
+            "pyarrow<26",  # which lm_eval's datasets bring; from 26 on it breaks on the numpy that MindSpore needs
         ],
         # MindSpore Transformers itself, never imported here at import time. Its release 2.1 asks for packages that PyPI
         # does not have on every platform (hyper-parallel), so this extra works where those are installed.

@@ -17,6 +17,7 @@ from mindformers_ext.predict.output_files import check_output, replace_file
 from mindformers_ext.predict.summary import RunSummary, Timings
 
 METRICS_SUFFIX = ".metrics.json"
+LATENCY_BINS = 20
 _PACKAGES = ("mindformers_ext", "mindspore", "numpy", "tokenizers", "safetensors")
 
 
@@ -99,6 +100,22 @@ class Latencies:
                     found[name] = seconds
                     break
         return found
+
+    def histogram(self) -> list[dict[str, float]]:
+        """``up_to_seconds`` and ``records`` of bins of equal width that follow each other from 0 to the longest time.
+
+        Empty without an answered record.
+        """
+        longest = max((seconds for seconds, _ in self._batches), default=0.0)
+        if longest <= 0:
+            return []
+        counts = [0] * LATENCY_BINS
+        for seconds, count in self._batches:
+            counts[min(int(seconds / longest * LATENCY_BINS), LATENCY_BINS - 1)] += count
+        return [
+            {"up_to_seconds": longest * (index + 1) / LATENCY_BINS, "records": count}
+            for index, count in enumerate(counts)
+        ]
 
 
 def joined_timings(reports: Sequence[RankReport]) -> Timings:
@@ -229,6 +246,7 @@ def run_metrics(
         "shared_prefixes": shared_prefixes(reports),
         "prompt_lookup": lookup_counts(reports),
         "latency_seconds": latencies.percentiles(),
+        "latency_histogram": latencies.histogram(),
         "traffic": joined_traffic(reports, new_tokens),
         "ranks": [asdict(report) for report in reports],
         "seed": summary.seed,

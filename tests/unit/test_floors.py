@@ -10,6 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "mindformers_ext"
 FLOORS = {
+    "lm_eval_adapter": 7,
     "trainer": 6,
     "predict": 5,
     "generate": 4,
