@@ -57,7 +57,7 @@ def test_batches_with_a_header_get_the_tokens_that_they_get_without(family):
     ]
     for prompts in batches:
         assert answers(model, prompts, prefixes, stats) == answers(model, prompts)
-    assert stats.shared_tokens >= 20 * 9
+    assert stats.shared_tokens >= 7 * len(HEADER)
     assert 0 < stats.prefix_tokens <= 3 * len(HEADER)
     assert stats.prefix_bytes > 0
 
@@ -112,13 +112,15 @@ def test_prompts_too_much_alike_for_a_forward_of_their_own_are_computed_as_a_who
     ],
     ids=str,
 )
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "deepseek_v3", "deepseek_v4"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "deepseek_v4"])
 def test_every_way_of_decoding_starts_from_a_shared_state(family, options):
     model, stats = load(family), GenerationStats()
     prefixes = PrefixCache(model, stats, least=4)
     prompts = [HEADER + random_ids(seed, 1 + 3 * seed) for seed in range(3)]
     assert answers(model, prompts, prefixes, stats, **options) == answers(model, prompts, **options)
-    assert stats.shared_tokens == 3 * len(HEADER)
+    # Rows with a shorter rest read again what they lack beside the longest one, if their keys can be cut there.
+    again = 3 + 6 if family == "qwen3" else 0
+    assert stats.shared_tokens == 3 * len(HEADER) - again
 
 
 def test_a_batch_that_fails_leaves_what_was_shared_usable():
