@@ -10,6 +10,7 @@ from mindformers_ext.generate.plugins import LogitsProcessor, StoppingCriteria
 from mindformers_ext.generate.prefix import PrefixCache, SharedPrefix, shared_prefix, sharing_obstacle
 from mindformers_ext.generate.rows import FinishReason, GeneratedRow
 from mindformers_ext.generate.sampler import greedy_sample
+from mindformers_ext.generate.scoring import Likelihood, Pair, check_pairs, score_groups
 from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.generate.streamers import Streamer, TextStreamer
 from mindformers_ext.generate.utils import build_causal_mask, build_position_ids
@@ -22,7 +23,9 @@ __all__ = [
     "GenerationConfig",
     "GenerationStats",
     "KVCache",
+    "Likelihood",
     "LogitsProcessor",
+    "Pair",
     "PrefixCache",
     "SharedPrefix",
     "StoppingCriteria",
@@ -30,11 +33,13 @@ __all__ = [
     "TextStreamer",
     "build_causal_mask",
     "build_position_ids",
+    "check_pairs",
     "generate",
     "generate_rows",
     "greedy_sample",
     "lookup_obstacle",
     "run_idle",
+    "score_groups",
     "shared_prefix",
     "sharing_obstacle",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from mindformers_ext.models.cache import RowCopy
+from mindformers_ext.models.cache import RowCopy, copy_rows
 
 
 def can_crop(model: Any, cache: KVCache) -> bool:
@@ -95,6 +95,17 @@ class KVCache(Sequence[Any]):
                 self._layers[index] = tuple(ops.gather(t, Tensor(rows.astype(np.int32)), 0) for t in entry)
             else:
                 entry.reorder(rows, shared)
+
+    def copied(self, rows: np.ndarray) -> KVCache:
+        """Returns a cache whose row ``i`` is a copy of row ``rows[i]``; this one stays as it is."""
+        return KVCache(
+            [
+                tuple(ops.gather(t, Tensor(rows.astype(np.int32)), 0) for t in entry)
+                if isinstance(entry, tuple | list)
+                else copy_rows(entry, rows)
+                for entry in self._layers
+            ]
+        )
 
     def crop(self, length: int) -> None:
         """Forgets all tokens from ``length`` on."""

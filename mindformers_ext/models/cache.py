@@ -235,6 +235,22 @@ def view_rows(state: Any, begin: int, end: int) -> Any:
     return view
 
 
+def copy_rows(state: Any, rows: np.ndarray) -> Any:
+    """Returns a state whose row ``i`` is a copy of row ``rows[i]`` of ``state``, which stays as it is."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return Tensor.from_numpy(value.asnumpy()[rows])
+        if isinstance(value, list):
+            return [copied(part) for part in value]
+        return copy_rows(value, rows) if hasattr(value, "__dict__") else value
+
+    taken = copy.copy(state)
+    for name, value in vars(state).items():
+        setattr(taken, name, copied(value))
+    return taken
+
+
 def take_numbers(state: Any, views: Sequence[Any]) -> None:
     """Takes over the numbers of views that together have run a forward: of each the largest."""
     for name, value in vars(state).items():

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindformers_ext.predict.completion import Completion
 from mindformers_ext.predict.identity import package_versions
 from mindformers_ext.predict.isolation import Decode
 from mindformers_ext.predict.output_files import check_output, replace_file
@@ -74,11 +73,11 @@ class Latencies:
     def timed(self, decode: Decode) -> Decode:
         """Returns ``decode``, which notes how long each batch takes that it answers."""
 
-        def answer(prompts: list[list[int]], indices: list[int]) -> list[Completion]:
+        def answer(prompts: list[Any], indices: list[int]) -> list[Any]:
             start = self._clock()
-            completions = decode(prompts, indices)
+            answers = decode(prompts, indices)
             self._batches.append((self._clock() - start, len(prompts)))
-            return completions
+            return answers
 
         return answer
 
@@ -221,6 +220,7 @@ def run_metrics(
         },
         "finish_reasons": dict(sorted(summary.finish_reasons.items())),
         "errors": dict(sorted(summary.errors.items())),
+        **({"scores": summary.scores} if summary.scores else {}),
         "wall_seconds": summary.wall_seconds,
         "tokens": {"prompt": summary.prompt_tokens, "new": summary.new_tokens},
         "prefill": _rate(timings.prefill_tokens, timings.prefill_seconds),

@@ -22,10 +22,13 @@ from mindformers_ext.models import TransformerConfig
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import Completion, Decode, Record, RunResult, Tokenizer, run_generation
 from mindformers_ext.predict.metrics import Latencies
+from mindformers_ext.predict.run import run_records
+from mindformers_ext.predict.scoring import ScoringTask
 from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.model import checkpoint_model_files, resolve_model_config
-from mindformers_ext.trainer.replicas import shared_decode
+from mindformers_ext.trainer.replicas import COMPLETIONS, Exchange, shared_decode
+from mindformers_ext.trainer.scoring import LIKELIHOODS, scoring_decode
 
 Watch = Callable[[Sequence[int]], AbstractContextManager[None]]
 
@@ -35,10 +38,13 @@ __all__ = [
     "build_inference_tokenizer",
     "check_lookup",
     "configure_inference",
+    "decode_together",
     "generate_batch",
     "generate_from_records",
+    "num_replicas",
     "prefix_cache",
     "resolve_generation",
+    "score_from_records",
     "without_unnamed_tokens",
 ]
 
@@ -194,22 +200,88 @@ def generate_from_records(
         check = None if step_check is None else step_check()
         return generate_batch(model, prompts, config, stats, indices, tokenizer, check, prefixes)
 
-    decode: Decode = decode_here
-    replicas = 1 if context is None else context.dp.size
-    if context is not None and context.world.size > 1:
-        idle = partial(run_idle, model)
-        decode = shared_decode(decode_here, context, config.num_return_sequences, idle)
-
-    def watched(prompts: list[list[int]], indices: list[int]) -> list[Completion]:
-        with watch(indices) if watch is not None else nullcontext():
-            return decode(prompts, indices)
-
     return run_generation(
         records,
         tokenizer,
-        watched if latencies is None else latencies.timed(watched),
-        batch_size=batch_size * replicas,
+        decode_together(decode_here, model, context, watch, latencies, config.num_return_sequences),
+        batch_size=batch_size * num_replicas(context),
         max_new_tokens=config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
         num_sequences=config.num_return_sequences,
         **options,
     )
+
+
+def score_from_records(
+    model: Any,
+    task: ScoringTask,
+    records: Iterable[Record],
+    stats: GenerationStats,
+    share_prompts: bool,
+    chunk_size: int,
+    context: ParallelContext | None = None,
+    watch: Watch | None = None,
+    batch_size: int = 1,
+    latencies: Latencies | None = None,
+    step_check: Callable[[], Callable[[], None]] | None = None,
+    **options: Any,
+) -> RunResult:
+    """Scores records in batches, which the replicas of a job share.
+
+    Args:
+        model: see `generate_from_records`, as what is not named here.
+        task: what is scored.
+        records: see there.
+        stats: see there.
+        share_prompts: see `score_groups`.
+        chunk_size: see there.
+        context: see `generate_from_records`.
+        watch: see there.
+        batch_size: see there.
+        latencies: see there.
+        step_check: see there.
+        **options: further arguments of `mindformers_ext.predict.run.run_records`.
+    """
+    decode = scoring_decode(model, stats, share_prompts, chunk_size, step_check)
+    return run_records(
+        records,
+        task,
+        decode_together(decode, model, context, watch, latencies, exchange=LIKELIHOODS),
+        batch_size=batch_size * num_replicas(context),
+        **options,
+    )
+
+
+def num_replicas(context: ParallelContext | None) -> int:
+    """Returns how many replicas of the model share the records."""
+    return 1 if context is None else context.dp.size
+
+
+def decode_together(
+    decode: Decode,
+    model: Any,
+    context: ParallelContext | None = None,
+    watch: Watch | None = None,
+    latencies: Latencies | None = None,
+    num_sequences: int = 1,
+    exchange: Exchange = COMPLETIONS,
+) -> Decode:
+    """Returns a function that answers a batch on all ranks of a job, watched and timed.
+
+    Args:
+        decode: answers the prompts of this rank's replica.
+        model: what it runs.
+        context: see `generate_from_records`, as the rest.
+        watch: see there.
+        latencies: see there.
+        num_sequences: answers to a prompt.
+        exchange: what prompts and answers are.
+    """
+    shared = decode
+    if context is not None and context.world.size > 1:
+        shared = shared_decode(decode, context, num_sequences, partial(run_idle, model), exchange)
+
+    def watched(prompts: list[Any], indices: list[int]) -> list[Any]:
+        with watch(indices) if watch is not None else nullcontext():
+            return shared(prompts, indices)
+
+    return watched if latencies is None else latencies.timed(watched)
