@@ -167,6 +167,10 @@ def generate_rows(
                     answers = choose_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
                 forward.finish()
                 return answers
+            except Exception:
+                if prefixes is not None:
+                    prefixes.clear()  # it may be memory that is short
+                raise
             finally:
                 forward.close()
                 stats.forwards += forward.num_forwards

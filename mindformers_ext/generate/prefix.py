@@ -92,7 +92,7 @@ class PrefixCache:
     """The common beginnings of the prompts of a run, batch after batch.
 
     A batch computes what its prompts have in common once, and so what they have in common with the batch before. The
-    last two such states stay, each of them as large as the cache of one row.
+    last such state stays, and the one before it unless both have more tokens than the batch.
 
     Args:
         model: what all batches are for.
@@ -121,7 +121,7 @@ class PrefixCache:
                 state, size = self._computed(common[:goal], state, size, forward), goal
         if state is None or size < self._least:
             return 0
-        self._keep(state)
+        self._keep(state, forward)
         filled, taken = _place(forward, state, size)
         self._stats.shared_tokens += taken
         return filled
@@ -153,11 +153,17 @@ class PrefixCache:
         assert part.cache is not None
         self._stats.prefix_tokens += len(ids) - size
         computed = SharedPrefix(self._model, ids, part.cache)
-        self._keep(computed)
+        self._keep(computed, forward)
         return computed
 
-    def _keep(self, state: SharedPrefix) -> None:
+    def clear(self) -> None:
+        """Frees all states."""
+        self._kept.clear()
+
+    def _keep(self, state: SharedPrefix, forward: BatchForward) -> None:
         self._kept = [*(kept for kept in self._kept if kept is not state), state][-_KEPT:]
+        if sum(map(len, self._kept)) > len(forward.prompts) * forward.length:
+            self._kept = [state]
         held = sum(kept.cache.nbytes for kept in self._kept)
         self._stats.prefix_bytes = max(self._stats.prefix_bytes, held)
 
