@@ -138,12 +138,7 @@ def generate_rows(
     stopping = Stopping(config, decode, bool if shard is None else shard.context.unit.any)
     rows = Rows(prompts, range(len(prompts)) if record_ids is None else record_ids, _budgets(prompts, config))
     _check_limits(model, prompts, rows.budgets)
-    if config.num_beams > 1 and streamer is not None:
-        raise ValueError("a streamer cannot be used with num_beams > 1: beams are not final before the end")
-    if config.num_beams > 1 and step_scores is not None:
-        raise ValueError("output_scores cannot be used with num_beams > 1; use output_logprobs")
-    if config.prompt_lookup_num_tokens is not None:
-        _check_lookup(model, len(rows) * config.num_return_sequences, streamer)
+    _check_together(model, config, len(rows), streamer, step_scores)
     _check_log_probabilities(config, rows)
     try:
         if streamer is not None:
@@ -159,14 +154,13 @@ def generate_rows(
                 fill=None if prefixes is None else prefixes.fill,
             )
             try:
-                if config.num_beams > 1:
-                    answers = search_beams(forward, rows, config, stopping, stats)
-                elif isinstance(forward, DraftForward):
-                    answers = choose_drafted_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
-                else:
-                    answers = choose_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
+                answers = _decoded(forward, rows, config, stopping, stats, streamer, step_scores)
                 forward.finish()
                 return answers
+            except Exception:
+                if prefixes is not None:
+                    prefixes.clear()  # it may be memory that is short
+                raise
             finally:
                 forward.close()
                 stats.forwards += forward.num_forwards
@@ -199,7 +193,38 @@ def _new_forward(config: GenerationConfig) -> Callable[..., BatchForward]:
     return BatchForward if drafts is None else partial(DraftForward, num_drafts=drafts)
 
 
-def _check_lookup(model: Any, num_rows: int, streamer: Streamer | None) -> None:
+def _decoded(
+    forward: BatchForward,
+    rows: Rows,
+    config: GenerationConfig,
+    stopping: Stopping,
+    stats: GenerationStats,
+    streamer: Streamer | None,
+    step_scores: list[np.ndarray] | None,
+) -> list[GeneratedRow]:
+    """The answers of a batch, by the loop that the options ask for."""
+    if config.num_beams > 1:
+        return search_beams(forward, rows, config, stopping, stats)
+    if isinstance(forward, DraftForward):
+        return choose_drafted_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
+    return choose_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
+
+
+def _check_together(
+    model: Any,
+    config: GenerationConfig,
+    num_prompts: int,
+    streamer: Streamer | None,
+    step_scores: list[np.ndarray] | None,
+) -> None:
+    """Refuses options that this model, or so many prompts, cannot have together."""
+    if config.num_beams > 1 and streamer is not None:
+        raise ValueError("a streamer cannot be used with num_beams > 1: beams are not final before the end")
+    if config.num_beams > 1 and step_scores is not None:
+        raise ValueError("output_scores cannot be used with num_beams > 1; use output_logprobs")
+    if config.prompt_lookup_num_tokens is None:
+        return
+    num_rows = num_prompts * config.num_return_sequences
     obstacle = lookup_obstacle(model, num_rows)
     if obstacle is not None:
         raise ValueError(f"prompt_lookup_num_tokens: {obstacle}")

@@ -154,6 +154,17 @@ class DraftForward(BatchForward):
                 self._cache.crop(end)
         self._padded = bool((self._mask == 0).any())
 
+    def close(self) -> None:
+        """See `BatchForward.close`."""
+        super().close()
+        if self._spare is not None:
+            self._spare.clear()
+
+    def _measure(self) -> None:
+        super()._measure()
+        if self._spare is not None and self._cache is not None:
+            self.cache_bytes = max(self.cache_bytes, self._cache.nbytes + self._spare.nbytes)
+
     @property
     def _held(self) -> int:
         return 0 if self._cache is None else self._cache.length

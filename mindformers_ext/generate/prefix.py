@@ -92,7 +92,7 @@ class PrefixCache:
     """The common beginnings of the prompts of a run, batch after batch.
 
     A batch computes what its prompts have in common once, and so what they have in common with the batch before. The
-    last two such states stay, each of them as large as the cache of one row.
+    last such state stays, and the one before it unless both have more tokens than the batch.
 
     Args:
         model: what all batches are for.
@@ -121,9 +121,10 @@ class PrefixCache:
                 state, size = self._computed(common[:goal], state, size, forward), goal
         if state is None or size < self._least:
             return 0
-        self._keep(state)
-        self._stats.shared_tokens += size * len(prompts)
-        return _place(forward, state, size)
+        self._keep(state, forward)
+        filled, taken = _place(forward, state, size)
+        self._stats.shared_tokens += taken
+        return filled
 
     def _known(self, common: np.ndarray) -> tuple[SharedPrefix | None, int, int]:
         """The kept state that spares most of ``common``, how many tokens that is, and how many the last batch had."""
@@ -145,18 +146,24 @@ class PrefixCache:
 
     def _computed(self, ids: np.ndarray, state: SharedPrefix | None, size: int, forward: BatchForward) -> SharedPrefix:
         """The state of ``ids``, of which ``state`` has the first ``size``."""
-        fill = None if state is None else lambda part: _place(part, state, size)
+        fill = None if state is None else lambda part: _place(part, state, size)[0]
         part = forward.part([ids.tolist()], fill)
         part.prefill()
         forward.num_forwards += part.num_forwards
         assert part.cache is not None
         self._stats.prefix_tokens += len(ids) - size
         computed = SharedPrefix(self._model, ids, part.cache)
-        self._keep(computed)
+        self._keep(computed, forward)
         return computed
 
-    def _keep(self, state: SharedPrefix) -> None:
+    def clear(self) -> None:
+        """Frees all states."""
+        self._kept.clear()
+
+    def _keep(self, state: SharedPrefix, forward: BatchForward) -> None:
         self._kept = [*(kept for kept in self._kept if kept is not state), state][-_KEPT:]
+        if sum(map(len, self._kept)) > len(forward.prompts) * forward.length:
+            self._kept = [state]
         held = sum(kept.cache.nbytes for kept in self._kept)
         self._stats.prefix_bytes = max(self._stats.prefix_bytes, held)
 
@@ -171,7 +178,7 @@ def _common(rows: Sequence[np.ndarray]) -> np.ndarray:
     return first
 
 
-def _place(forward: BatchForward, prefix: SharedPrefix, count: int) -> int:
+def _place(forward: BatchForward, prefix: SharedPrefix, count: int) -> tuple[int, int]:
     """Gives each row the state of its first ``count`` tokens, which ``prefix`` begins with.
 
     Rows end at the same slot, so those with a short rest have their prefix further to the right. Keys of fewer tokens
@@ -179,7 +186,7 @@ def _place(forward: BatchForward, prefix: SharedPrefix, count: int) -> int:
     with equal rests are completed together up to their last token.
 
     Returns:
-        How many slots of each row are filled, pads included.
+        How many slots of each row are filled, pads included, and how many tokens of all rows came from ``prefix``.
     """
     assert forward.cache is not None
     lengths = np.array([len(prompt) for prompt in forward.prompts])
@@ -188,12 +195,13 @@ def _place(forward: BatchForward, prefix: SharedPrefix, count: int) -> int:
         rest = int(rests.max())
         copies = [RowCopy(0, row, int(pads[row]), int(size)) for row, size in enumerate(lengths - rest) if size > 0]
         forward.cache.take(prefix.cache, copies, forward.length - rest)
-        return forward.length - rest
+        return forward.length - rest, sum(copy.count for copy in copies)
     for rest in np.unique(rests).tolist():
         rows = np.flatnonzero(rests == rest).tolist()
         cache, sources = prefix.cache, [0] * len(rows)
         if rest > 1:
-            part = forward.part([list(forward.prompts[row])[:-1] for row in rows], lambda it: _place(it, prefix, count))
+            prompts = [list(forward.prompts[row])[:-1] for row in rows]
+            part = forward.part(prompts, lambda it: _place(it, prefix, count)[0])
             part.prefill()
             forward.num_forwards += part.num_forwards
             assert part.cache is not None
@@ -202,4 +210,4 @@ def _place(forward: BatchForward, prefix: SharedPrefix, count: int) -> int:
             RowCopy(source, row, int(pads[row]), count + rest - 1) for source, row in zip(sources, rows, strict=True)
         ]
         forward.cache.take(cache, copies, forward.length - 1)
-    return forward.length - 1
+    return forward.length - 1, count * len(lengths)
