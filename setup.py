@@ -29,6 +29,7 @@ setup(
             "types-PyYAML>=6",  # stubs for mypy
             "types-tqdm>=4.60",  # stubs for mypy
         ],
+        "bench": ["matplotlib>=3.8"],  # scripts/bench_generate.py --plot
         # MindSpore Transformers itself, never imported here at import time. Its release 2.1 asks for packages that PyPI
         # does not have on every platform (hyper-parallel), so this extra works where those are installed.
         "mindformers": ["mindformers>=2.1,<3"],

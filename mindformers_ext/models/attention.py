@@ -7,7 +7,7 @@ from typing import Any
 from mindspore import Tensor, nn
 
 from mindformers_ext import ops
-from mindformers_ext.models.cache import KeyValueState
+from mindformers_ext.models.cache import KeyValueState, zeros
 from mindformers_ext.models.config import TransformerConfig
 from mindformers_ext.models.context import ForwardContext
 from mindformers_ext.models.context_parallel import shared_attention
@@ -33,6 +33,7 @@ class SelfAttention(nn.Cell):
             self.q_layernorm = RMSNorm(dim, self.eps, config.layernorm_zero_centered_gamma)
             self.k_layernorm = RMSNorm(dim, self.eps, config.layernorm_zero_centered_gamma)
         self.qk_layernorm, self.gated = config.qk_layernorm, config.attention_output_gate
+        self._block: ops.AttentionBlock | None = None
 
     def construct(self, x: Tensor, context: ForwardContext, state: Any = None) -> Tensor:
         """Attends over the tokens of ``x`` and those in ``state``.
@@ -46,8 +47,10 @@ class SelfAttention(nn.Cell):
         Returns:
             float32 ``[B * S, H]``.
         """
-        norms = (self.q_layernorm.scale, self.k_layernorm.scale) if self.qk_layernorm else None
+        if context.share is None and self._is_packed():
+            return self._attend_packed(x, context, state)
         qkv = self.linear_qkv(x)
+        norms = self._norms()
         query, key, value = ops.qkv_heads(qkv, *context.rotary(), self.groups, norms, self.eps, self.dim, self.gated)
         if context.share is not None:
             attended = shared_attention(query, key, value, context, context.share, state, self.scale)
@@ -56,6 +59,28 @@ class SelfAttention(nn.Cell):
                 key, value = state.update(key, value)
             attended = ops.attention(query, key, value, context.bias(key.shape[2]), self.scale)
         return self.linear_proj(ops.gate_heads(attended, qkv, self.groups, self.dim) if self.gated else attended)
+
+    def _norms(self) -> tuple[Tensor, Tensor] | None:
+        return (self.q_layernorm.scale, self.k_layernorm.scale) if self.qk_layernorm else None
+
+    def _is_packed(self) -> bool:
+        return not self.gated and self.linear_qkv.packed is not None and self.linear_proj.packed is not None
+
+    def _attend_packed(self, x: Tensor, context: ForwardContext, state: KeyValueState | None) -> Tensor:
+        """The same in one operation, which writes keys and values into the cache itself."""
+        rotary = context.rotary()
+        if self._block is None:
+            self._block = ops.AttentionBlock(
+                self.linear_qkv.packed, self.linear_proj.packed, self._norms(), self.groups, self.dim,
+                rotary[0].shape[-1], self.eps, self.scale,
+            )  # fmt: skip
+        if state is None:
+            past, shape = 0, (context.batch, self.groups, context.length, self.dim)
+            buffers = (zeros(*shape), zeros(*shape))
+        else:
+            past = state.extend(context.length)
+            buffers = (state.key, state.value)
+        return ops.attention_block(self._block, x, rotary, context.visible(buffers[0].shape[2]), buffers, past)
 
     def new_state(self, batch_size: int, max_length: int) -> KeyValueState:
         """Returns empty keys and values for ``batch_size`` rows of up to ``max_length`` tokens."""

@@ -86,6 +86,14 @@ class PipelineModel(nn.Cell):
         """See `GPTModel.weight_regions`."""
         return self.stage.weight_regions()
 
+    def prepare_prediction(self, weight_dtype: str = "auto") -> None:
+        """See `GPTModel.prepare_prediction`."""
+        self.stage.prepare_prediction(weight_dtype)
+
+    def takes_bits(self, name: str) -> bool:
+        """See `GPTModel.takes_bits`."""
+        return self.stage.takes_bits(name)
+
     def set_weight(self, name: str, array: np.ndarray) -> None:
         """See `GPTModel.set_weight`."""
         self.stage.set_weight(name, array)

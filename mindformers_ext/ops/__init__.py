@@ -29,19 +29,26 @@ from mindformers_ext.ops.delta_rule import causal_conv, delta_gates, gated_delta
 from mindformers_ext.ops.hyper_connections import hyper_collapse, hyper_expand, hyper_head
 from mindformers_ext.ops.latent_attention import absorbed_attention, latent_heads, split_latent
 from mindformers_ext.ops.moe import Routing, experts, route
-from mindformers_ext.ops.reference import embedding, embedding_part
+from mindformers_ext.ops.native import packed
+from mindformers_ext.ops.native.packed import AttentionBlock, PackedStack, PackedWeight, attention_block, mlp
 from mindformers_ext.ops.sparse_attention import (
     grouped_linear,
     partial_rotary,
     sink_attention,
     window_attention,
 )
+from mindformers_ext.ops.weights import can_pack, rounded
 
 __all__ = [
+    "AttentionBlock",
+    "PackedStack",
+    "PackedWeight",
     "Routing",
     "absorbed_attention",
     "add_rms_norm",
     "attention",
+    "attention_block",
+    "can_pack",
     "causal_conv",
     "compressor_gates",
     "cross_entropy",
@@ -61,6 +68,7 @@ __all__ = [
     "join_weights",
     "latent_heads",
     "linear",
+    "mlp",
     "move_rows",
     "partial_attention",
     "partial_rotary",
@@ -68,6 +76,7 @@ __all__ = [
     "qkv_heads",
     "read_ring",
     "rms_norm",
+    "rounded",
     "route",
     "select_blocks",
     "sigmoid",
@@ -106,18 +115,44 @@ def describe() -> dict[str, str]:
     }
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """``x weight^T + bias``.
 
     Args:
         x: float32 ``[N, in]``.
-        weight: float32 ``[out, in]``.
+        weight: float32 ``[out, in]``, or packed, with its bias.
         bias: float32 ``[out]``.
 
     Returns:
         float32 ``[N, out]``.
     """
+    if isinstance(weight, PackedWeight):
+        return packed.product(x, weight)
     return (native if _implementation() is native else reference).linear(x, weight, bias)
+
+
+def embedding(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
+    """Rows ``ids`` (int32, any shape) of ``table`` ``[V, H]``, as float32 ``[..., H]``."""
+    if isinstance(table, PackedWeight):
+        return Tensor.from_numpy(table.read_rows(ids.asnumpy()))
+    return reference.embedding(ids, table)
+
+
+def embedding_part(ids: Tensor, table: Tensor | PackedWeight, first: int) -> Tensor:
+    """Rows of ids from ``first`` on, which ``table`` ``[R, H]`` holds; zeros for all other ids.
+
+    Args:
+        ids: int32 of any shape.
+        table: the rows of the ids ``first`` to ``first + R - 1``.
+        first: smallest of these ids.
+    """
+    if not isinstance(table, PackedWeight):
+        return reference.embedding_part(ids, table, first)
+    local = ids.asnumpy() - np.int32(first)
+    inside = (local >= 0) & (local < table.shape[0])
+    rows = table.read_rows(np.where(inside, local, 0))
+    rows[~inside] = 0
+    return Tensor.from_numpy(rows)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,222 @@
+// The two halves of a decoder layer in one call each, with packed weights: grouped-query attention from the normalised
+// rows to the projection back, and the gated MLP.
+
+#include "products.h"
+
+namespace mfx {
+
+// Python builds the same structure: see AttentionBlock.
+struct AttentionBlock {
+  const Matrix *qkv, *proj;
+  const float *query_norm, *key_norm;  // [dim]; null without norms
+  int64_t groups, heads, dim, rotary_dim;
+  float eps, scale;
+};
+
+}  // namespace mfx
+
+namespace {
+
+using namespace mfx;
+
+// Rows of queries that share the reading of keys and values.
+constexpr int kQueryRows = 4;
+
+// Slots that a row of queries may see: [begin, end).
+struct Seen {
+  int64_t begin, end;
+};
+
+// Not inlined: compiled once, it rounds in one way.
+__attribute__((noinline)) void weights_of(float* scores, const float* bias, float scale, int64_t slots) {
+  softmax(scores, bias, scale, scores, slots);
+}
+
+// out[i] [dim] = sum over the slots [begin, end) of weights[i][slot] values[slot], for M rows, slot by slot.
+template <int M>
+void mix(const float* weights, int64_t stride, const float* values, int64_t begin, int64_t end, int64_t dim,
+         float* const* out) {
+  constexpr int W = M <= 2 ? 4 : 2;
+  int64_t at = 0;
+  for (; at + W * kLanes <= dim; at += W * kLanes) {
+    vec acc[M][W] = {};
+    for (int64_t slot = begin; slot < end; ++slot) {
+      vec parts[W];
+      for (int v = 0; v < W; ++v) parts[v] = load(values + slot * dim + at + v * kLanes);
+      for (int i = 0; i < M; ++i) {
+        const vec weight = spread(weights[i * stride + slot]);
+        for (int v = 0; v < W; ++v) acc[i][v] = multiply_add(weight, parts[v], acc[i][v]);
+      }
+    }
+    for (int i = 0; i < M; ++i) {
+      for (int v = 0; v < W; ++v) store(out[i] + at + v * kLanes, acc[i][v]);
+    }
+  }
+  for (; at < dim; at += kLanes) {
+    const int64_t part = std::min<int64_t>(kLanes, dim - at);
+    for (int i = 0; i < M; ++i) {
+      vec acc = {};
+      for (int64_t slot = begin; slot < end; ++slot) {
+        const float* from = values + slot * dim + at;
+        const vec value = part == kLanes ? load(from) : load_part(from, part, 0);
+        acc = multiply_add(spread(weights[i * stride + slot]), value, acc);
+      }
+      if (part == kLanes) {
+        store(out[i] + at, acc);
+      } else {
+        store_part(out[i] + at, acc, part);
+      }
+    }
+  }
+}
+
+// Attention of M rows of queries [M, dim] to keys and values [slots, dim]. What a row may not see changes no bit of its
+// result, and neither do the other rows.
+template <int M>
+void attend(const float* query, const float* keys, const float* values, const Seen* seen, const float* const* biases,
+            float scale, float* scores, int64_t slots, int64_t dim, float* const* out) {
+  int64_t begin = seen[0].begin, end = seen[0].end;
+  for (int i = 1; i < M; ++i) {
+    begin = std::min(begin, seen[i].begin);
+    end = std::max(end, seen[i].end);
+  }
+  int64_t slot = begin;
+  for (; slot + 2 <= end; slot += 2) dot_block<M, 2>(query, keys + slot * dim, nullptr, scores + slot, slots, dim);
+  if (slot < end) dot_block<M, 1>(query, keys + slot * dim, nullptr, scores + slot, slots, dim);
+  for (int i = 0; i < M; ++i) {
+    float* row = scores + i * slots;
+    std::fill(row + begin, row + seen[i].begin, 0.0f);
+    std::fill(row + seen[i].end, row + end, 0.0f);
+    const float* bias = biases[i] ? biases[i] + seen[i].begin : nullptr;
+    weights_of(row + seen[i].begin, bias, scale, seen[i].end - seen[i].begin);
+  }
+  mix<M>(scores, slots, values, begin, end, dim, out);
+}
+
+// The slots that a bias leaves a row: without the masked ones at both ends, and slot 0 where it leaves none (a pad).
+inline Seen unmasked(const float* bias, int64_t slots) {
+  int64_t begin = 0, end = slots;
+  while (end > 1 && bias[end - 1] < -1e37f) --end;
+  while (begin < end - 1 && bias[begin] < -1e37f) ++begin;
+  return {begin, end};
+}
+
+// Scores of the rows that a thread works on.
+float* score_buffer(int64_t count) {
+  struct Buffer {
+    float* data = nullptr;
+    int64_t size = 0;
+    ~Buffer() { delete[] data; }
+  };
+  static thread_local Buffer buffer;
+  if (buffer.size < count) {
+    delete[] buffer.data;
+    buffer.size = 2 * count;
+    buffer.data = new float[buffer.size];
+  }
+  return buffer.data;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Attention over the new tokens x [batch * length, depth of qkv], which are normalised already, and those in the cache:
+// key and value [batch, groups, slots, dim], where the new ones are written from slot `past` on. out [batch * length, rows
+// of proj]. A new token sees the slots from its row's entry of `first` [batch] to its own (a pad sees itself), or what
+// bias [bias_batch, length, slots] says if that is not null. cos and sin [batch * length, rotary_dim].
+// scratch: rows * (qkv + 2 * attended + max(depth, attended)) floats.
+void mfx_attention_block(const AttentionBlock* block, const float* x, const float* cos, const float* sin,
+                         const int64_t* first, const float* bias, float* key, float* value, float* out, float* scratch,
+                         int64_t batch, int64_t length, int64_t past, int64_t slots, int64_t bias_batch) {
+  const int64_t groups = block->groups, heads = block->heads, dim = block->dim, rows = batch * length;
+  const int64_t attended_size = groups * heads * dim;
+  float* const qkv = scratch;
+  float* const query = qkv + rows * block->qkv->rows;
+  float* const attended = query + rows * attended_size;
+  float* const rest = attended + rows * attended_size;
+  product(*block->qkv, x, qkv, rows, rest, 0);
+  parallel(rows * groups, 4 * (heads + 2) * dim, [=](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t token = item / groups, group = item % groups, row = token / length, position = token % length;
+      const float *from = qkv + item * (heads + 2) * dim, *cosine = cos + token * block->rotary_dim;
+      const float* sine = sin + token * block->rotary_dim;
+      for (int64_t head = 0; head < heads; ++head) {
+        float* to = query + (((row * groups + group) * heads + head) * length + position) * dim;
+        norm_and_rotate(from + head * dim, block->query_norm, block->eps, cosine, sine, to, dim, block->rotary_dim);
+      }
+      const int64_t to = ((row * groups + group) * slots + past + position) * dim;
+      norm_and_rotate(from + heads * dim, block->key_norm, block->eps, cosine, sine, key + to, dim, block->rotary_dim);
+      std::copy_n(from + (heads + 1) * dim, dim, value + to);
+    }
+  }, true);
+  const int64_t parts = (heads * length + kQueryRows - 1) / kQueryRows;
+  parallel(batch * groups * parts, 4 * kQueryRows * dim * (past + length), [=](int64_t begin, int64_t end) {
+    float* scores = score_buffer(kQueryRows * slots);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t pair = item / parts, row = pair / groups, group = pair % groups;
+      const int64_t start = item % parts * kQueryRows, count = std::min<int64_t>(kQueryRows, heads * length - start);
+      Seen seen[kQueryRows];
+      const float* biases[kQueryRows] = {};
+      float* targets[kQueryRows];
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t head = (start + i) / length, position = (start + i) % length;
+        if (bias) {
+          biases[i] = bias + ((bias_batch == 1 ? 0 : row) * length + position) * slots;
+          seen[i] = unmasked(biases[i], past + length);
+        } else {
+          seen[i] = {std::min(first[row], past + position), past + position + 1};
+        }
+        targets[i] = attended + ((row * length + position) * groups * heads + group * heads + head) * dim;
+      }
+      const float* q = query + (pair * heads * length + start) * dim;
+      const float *keys = key + pair * slots * dim, *values = value + pair * slots * dim;
+      if (count == 4) attend<4>(q, keys, values, seen, biases, block->scale, scores, slots, dim, targets);
+      if (count == 3) attend<3>(q, keys, values, seen, biases, block->scale, scores, slots, dim, targets);
+      if (count == 2) attend<2>(q, keys, values, seen, biases, block->scale, scores, slots, dim, targets);
+      if (count == 1) attend<1>(q, keys, values, seen, biases, block->scale, scores, slots, dim, targets);
+    }
+  }, true);
+  product(*block->proj, attended, out, rows, rest, 0);
+}
+
+// out [rows, outputs of fc2] = (silu(gate) * up) fc2^T, where the rows of fc1 are pairs of gate and up; see mfx_product
+// for the limit. scratch: rows * (outputs of fc1 + larger depth) floats.
+void mfx_mlp(const Matrix* fc1, const Matrix* fc2, const float* x, float* out, float* scratch, int64_t rows, float limit) {
+  float* const active = scratch;
+  float* const rest = active + rows * num_outputs(*fc1);
+  product(*fc1, x, active, rows, rest, limit > 0 ? limit : std::numeric_limits<float>::infinity());
+  product(*fc2, active, out, rows, rest, 0);
+}
+
+// Experts with packed matrices: first[e] gives gate times up and second[e] brings it back. out [., hidden] = sum over the
+// pairs (row, expert) of factor * (silu(x gate) * (x up)) down; pairs are sorted by expert, those of expert e are
+// starts[e] to starts[e + 1]. out starts at 0. scratch: most pairs of an expert * (2 hidden + ffn + max(hidden, ffn)).
+void mfx_packed_experts(const Matrix* first, const Matrix* second, const float* x, const int32_t* pair_rows,
+                        const float* pair_factors, const int64_t* starts, float* scratch, float* out, int64_t experts,
+                        float limit) {
+  const float bound = limit > 0 ? limit : std::numeric_limits<float>::infinity();
+  const int64_t hidden = first->depth, ffn = second->depth;
+  for (int64_t e = 0; e < experts; ++e) {
+    const int64_t begin = starts[e], count = starts[e + 1] - begin;
+    if (!count) continue;
+    float* const gathered = scratch;
+    float* const mixed = gathered + count * hidden;
+    float* const active = mixed + count * hidden;
+    float* const rest = active + count * ffn;
+    for (int64_t i = 0; i < count; ++i) std::copy_n(x + pair_rows[begin + i] * hidden, hidden, gathered + i * hidden);
+    product(first[e], gathered, active, count, rest, bound);
+    product(second[e], active, mixed, count, rest, 0);
+    for (int64_t i = 0; i < count; ++i) {
+      float* sum = out + pair_rows[begin + i] * hidden;
+      const vec factor = spread(pair_factors[begin + i]);
+      int64_t at = 0;
+      for (; at + kLanes <= hidden; at += kLanes) {
+        store(sum + at, multiply_add(factor, load(mixed + i * hidden + at), load(sum + at)));
+      }
+      for (; at < hidden; ++at) sum[at] += pair_factors[begin + i] * mixed[i * hidden + at];
+    }
+  }
+}
+
+}  // extern "C"
