@@ -6,12 +6,12 @@
     python scripts/bench_generate.py --profile --weight_dtypes bfloat16
     python scripts/bench_generate.py --startup
 
-All sides run in turn on the same shape: for every batch size and prompt length first ours in every type of weights, then
-the peer's, each after one warm-up; the median of ``--runs`` runs is reported. The memory's share is what a step reads of
-weights beside a plain read of the same bytes, measured in the same run. The peer may live in another environment, since
-torch is no dependency of this package. Families other than ``qwen3`` have the small shapes of `bench_lengths.py`.
-``--profile`` prints where a decode step goes, and ``--startup`` how long a command takes to its first token. The last
-line of the output is one JSON object.
+All sides run in turn on the same shape: for every batch size and prompt length first ours in every type of weights,
+then the peer's, each after one warm-up; the median of ``--runs`` runs is reported. The last column is the time of a
+plain read of the weights, measured in the same run, beside that of a decode step. The peer may live in another
+environment, since torch is no dependency of this package. Families other than ``qwen3`` have the small shapes of
+`bench_lengths.py`. ``--profile`` prints where a decode step goes, and ``--startup`` how long a command takes to its
+first token. The last line of the output is one JSON object.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ class Ours:
         self.model.init_weights(0)
         self.model.set_train(False)
         embedding = self.model.embedding.table
-        self.packed = [
-            w for w in _packed_weights(self.model) if w is not embedding or self.shape.get("tie_word_embeddings")
-        ]
+        read_whole = self.shape.get("tie_word_embeddings", False)
+        self.packed = [w for w in self.model.packed_weights() if w is not embedding or read_whole]
         self.weight_bytes = sum(weight.nbytes for weight in self.packed)
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[float]]:
@@ -106,21 +105,6 @@ class Ours:
             total = sum(read_bytes(weight) for weight in self.packed)
             seconds.append((time.perf_counter() - started) * self.weight_bytes / max(total, 1))
         return statistics.median(seconds)
-
-
-def _packed_weights(model: Any) -> list[Any]:
-    """Returns all packed matrices of a model; none where there are no C++ kernels."""
-    from mindformers_ext.ops import PackedStack, PackedWeight
-
-    found: list[Any] = []
-    for _, cell in model.cells_and_names():
-        for value in vars(cell).values():
-            for kept in value.values() if isinstance(value, dict) else (value,):
-                if isinstance(kept, PackedWeight):
-                    found.append(kept)
-                elif isinstance(kept, PackedStack):
-                    found += kept.matrices
-    return found
 
 
 def peer_run(shape: dict[str, Any], dtype: str) -> Run:
@@ -261,8 +245,8 @@ def compare(family: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 HEADER = (
-    f"{'family':<12}  {'prompt':>6}  {'batch':>5}  {'who':<12}  {'weights':<8}  {'prefill t/s':>11}  {'decode t/s':>10}  "
-    f"{'ms a step':>9}  {'GB/s':>5}  {'of a plain read':>15}"
+    f"{'family':<12}  {'prompt':>6}  {'batch':>5}  {'who':<12}  {'weights':<8}  {'prefill t/s':>11}  "
+    f"{'decode t/s':>10}  {'ms a step':>9}  {'GB/s':>5}  {'of a plain read':>15}"
 )
 
 
@@ -337,9 +321,8 @@ def profile(options: argparse.Namespace) -> list[dict[str, Any]]:
             rows.sort(key=lambda row: -row["ms"])
             rest = total - sum(row["ms"] for row in rows)
             rows.append({"operation": "between them", "calls": 1, "ms": rest})
-            print(
-                f"\n{dtype}, batch {batch_size}: {total:.2f} ms a step\n\n| operation | calls | ms | share |\n|---|---:|---:|---:|"
-            )
+            print(f"\n{dtype}, batch {batch_size}: {total:.2f} ms a step\n")
+            print("| operation | calls | ms | share |\n|---|---:|---:|---:|")
             for row in rows:
                 print(f"| {row['operation']} | {row['calls']:.0f} | {row['ms']:.2f} | {row['ms'] / total:.1%} |")
             entries.append({"dtype": dtype, "batch_size": batch_size, "step_ms": total, "operations": rows})

@@ -53,7 +53,7 @@ def write_checkpoint(folder: pathlib.Path, shape: dict[str, Any]) -> int:
 def startup(shape: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Runs a prediction of one record and one token in several types of weights.
 
-    Each runs twice, and the second counts, as the files are in the cache of the system then. Its end is the first token.
+    Each runs twice and the second counts, when the files are in the cache of the system. Its end is the first token.
 
     Returns:
         By type: seconds of the whole command, and the most memory in MiB; and the seconds of importing mindspore.

@@ -64,7 +64,7 @@ class SelfAttention(nn.Cell):
         return (self.q_layernorm.scale, self.k_layernorm.scale) if self.qk_layernorm else None
 
     def _is_packed(self) -> bool:
-        return not self.gated and self.linear_qkv.packed is not None and self.linear_proj.packed is not None
+        return self.linear_qkv.packed is not None and self.linear_proj.packed is not None
 
     def _attend_packed(self, x: Tensor, context: ForwardContext, state: KeyValueState | None) -> Tensor:
         """The same in one operation, which writes keys and values into the cache itself."""
@@ -72,7 +72,7 @@ class SelfAttention(nn.Cell):
         if self._block is None:
             self._block = ops.AttentionBlock(
                 self.linear_qkv.packed, self.linear_proj.packed, self._norms(), self.groups, self.dim,
-                rotary[0].shape[-1], self.eps, self.scale,
+                rotary[0].shape[-1], self.eps, self.scale, self.gated,
             )  # fmt: skip
         if state is None:
             past, shape = 0, (context.batch, self.groups, context.length, self.dim)

@@ -183,6 +183,11 @@ class GPTModel(nn.Cell):
         if self._sharded is not None and weight_dtype in ("bfloat16", "int8"):
             logger.info("weights are rounded to %s but stay float32 in memory, where FSDP joins them", weight_dtype)
 
+    def packed_weights(self) -> list[ops.PackedWeight]:
+        """Returns the matrices that are packed, that of a tied embedding once."""
+        cells = {id(cell): cell for cell, _ in self._packable.values()}.values()
+        return [weight for cell in cells for weight in cell.packed_weights()]
+
     def takes_bits(self, name: str) -> bool:
         """Tells whether `set_weight` takes the bits of bfloat16 values (uint16) for a parameter."""
         return name in self._packable and self._packs()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import mindspore as ms
@@ -84,6 +84,10 @@ class Linear(nn.Cell):
         """See `Packable.unpack`."""
         return None if name != "weight" or self.packed is None else all_rows(self.packed)
 
+    def packed_weights(self) -> Sequence[ops.PackedWeight]:
+        """See `Packable.packed_weights`."""
+        return () if self.packed is None else (self.packed,)
+
 
 class Packable(Protocol):
     """A block that can keep weights of a prediction in the order and type of the products that read them.
@@ -106,6 +110,10 @@ class Packable(Protocol):
 
     def unpack(self, name: str) -> np.ndarray | None:
         """Returns what `pack` took as float32 values of the parameter's shape; None if that has them itself."""
+        ...
+
+    def packed_weights(self) -> Sequence[ops.PackedWeight]:
+        """Returns the matrices that are packed."""
         ...
 
 
@@ -198,6 +206,10 @@ class LanguageModelEmbedding(nn.Cell):
     def unpack(self, name: str) -> np.ndarray | None:
         """See `Packable.unpack`."""
         return None if self._packed is None else all_rows(self._packed)
+
+    def packed_weights(self) -> Sequence[ops.PackedWeight]:
+        """See `Packable.packed_weights`."""
+        return () if self._packed is None else (self._packed,)
 
 
 def initial_values(parameter: Parameter, std: float, residual_std: float, generator: np.random.Generator) -> np.ndarray:

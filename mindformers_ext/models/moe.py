@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
@@ -100,6 +102,10 @@ class Router(nn.Cell):
         """See `Packable.unpack`."""
         return None if self._packed is None else all_rows(self._packed)
 
+    def packed_weights(self) -> Sequence[ops.PackedWeight]:
+        """See `Packable.packed_weights`."""
+        return () if self._packed is None else (self._packed,)
+
 
 class Experts(nn.Cell):
     """The weights of the routed experts: gate beside up ``[E, H, 2 F]``, and down ``[E, F, H]``."""
@@ -129,6 +135,10 @@ class Experts(nn.Cell):
     def unpack(self, name: str) -> np.ndarray | None:
         """See `Packable.unpack`."""
         return self._packed[name].read() if name in self._packed else None
+
+    def packed_weights(self) -> Sequence[ops.PackedWeight]:
+        """See `Packable.packed_weights`."""
+        return [matrix for stack in self._packed.values() for matrix in stack.matrices]
 
 
 class SharedExperts(MLP):

@@ -30,6 +30,7 @@ from mindformers_ext.ops.hyper_connections import hyper_collapse, hyper_expand, 
 from mindformers_ext.ops.latent_attention import absorbed_attention, latent_heads, split_latent
 from mindformers_ext.ops.moe import Routing, experts, route
 from mindformers_ext.ops.native import packed
+from mindformers_ext.ops.native.build import num_threads
 from mindformers_ext.ops.native.packed import AttentionBlock, PackedStack, PackedWeight, attention_block, mlp
 from mindformers_ext.ops.sparse_attention import (
     grouped_linear,
@@ -103,13 +104,16 @@ def _implementation() -> ModuleType:
 
 def describe() -> dict[str, str]:
     """Returns which implementation is in use, by kind of operation."""
-    small = "mindspore"
+    small = products = "mindspore"
     if device_target() == "CPU":
         small = "C++" if native.available() else "numpy"
+    if can_pack():
+        products = f"C++, {native.instruction_set()}, {num_threads()} threads, weights of 32, 16 or 8 bits"
     return {
         "device": device_target(),
-        "products of up to 32 rows": "C++" if small == "C++" else "mindspore",
-        "larger products": "mindspore",
+        "products of a prediction": products,
+        "other products of up to 32 rows": "C++" if small == "C++" else "mindspore",
+        "other products": "mindspore",
         "element-wise": small,
         "element-wise with gradient": "numpy" if device_target() == "CPU" else "mindspore",
     }

@@ -136,5 +136,11 @@ def load_model_weights(
         regions = model.weight_regions() if hasattr(model, "weight_regions") else None
         report = load_weights(path, model.weight_layout(), model.set_weight, regions, share, takes_bits)
         logger.info("weights: %s", report.summary())
+        packed: dict[str, int] = {}
+        for weight in model.packed_weights() if hasattr(model, "packed_weights") else ():
+            packed[weight.dtype] = packed.get(weight.dtype, 0) + weight.nbytes
+        if packed:
+            sizes = " and ".join(f"{size:,} bytes as {dtype}" for dtype, size in sorted(packed.items()))
+            logger.info("weights: packed for the products of a prediction, %s", sizes)
     else:
         logger.info("weights: the given model is used as it is, it has no weight_layout() to load them by")

@@ -9,7 +9,7 @@ namespace mfx {
 struct AttentionBlock {
   const Matrix *qkv, *proj;
   const float *query_norm, *key_norm;  // [dim]; null without norms
-  int64_t groups, heads, dim, rotary_dim;
+  int64_t groups, heads, stored, dim, rotary_dim;  // a group's heads in qkv: queries, gates if any, a key, a value
   float eps, scale;
 };
 
@@ -117,41 +117,52 @@ float* score_buffer(int64_t count) {
   return buffer.data;
 }
 
-}  // namespace
+// x[i] /= 1 + exp(-gate[i]).
+void gate_by(float* x, const float* gate, int64_t dim) {
+  int64_t at = 0;
+  for (; at + kLanes <= dim; at += kLanes) store(x + at, load(x + at) / (exp(-load(gate + at)) + 1.0f));
+  if (at < dim) {
+    const vec last = load_part(x + at, dim - at, 0) / (exp(-load_part(gate + at, dim - at, 0)) + 1.0f);
+    store_part(x + at, last, dim - at);
+  }
+}
 
-extern "C" {
+// The tokens of some sequences of a batch; see mfx_attention_block.
+struct Tokens {
+  int64_t batch, length, past, slots;
+  const int64_t* first;
+  const float* bias;
+  int64_t bias_batch;
+};
 
-// Attention over the new tokens x [batch * length, depth of qkv], which are normalised already, and those in the cache:
-// key and value [batch, groups, slots, dim], where the new ones are written from slot `past` on. out [batch * length, rows
-// of proj]. A new token sees the slots from its row's entry of `first` [batch] to its own (a pad sees itself), or what
-// bias [bias_batch, length, slots] says if that is not null. cos and sin [batch * length, rotary_dim].
-// scratch: rows * (qkv + 2 * attended + max(depth, attended)) floats.
-void mfx_attention_block(const AttentionBlock* block, const float* x, const float* cos, const float* sin,
-                         const int64_t* first, const float* bias, float* key, float* value, float* out, float* scratch,
-                         int64_t batch, int64_t length, int64_t past, int64_t slots, int64_t bias_batch) {
-  const int64_t groups = block->groups, heads = block->heads, dim = block->dim, rows = batch * length;
-  const int64_t attended_size = groups * heads * dim;
-  float* const qkv = scratch;
-  float* const query = qkv + rows * block->qkv->rows;
-  float* const attended = query + rows * attended_size;
-  float* const rest = attended + rows * attended_size;
-  product(*block->qkv, x, qkv, rows, rest, 0);
-  parallel(rows * groups, 4 * (heads + 2) * dim, [=](int64_t begin, int64_t end) {
+// Takes qkv [batch * length, groups, stored, dim] apart: queries [batch, groups, heads, length, dim], keys and values go to
+// their slots; both are normalised and rotated.
+void take_apart(const AttentionBlock& block, const Tokens& tokens, const float* qkv, const float* cos, const float* sin,
+                float* query, float* key, float* value) {
+  const int64_t groups = block.groups, heads = block.heads, dim = block.dim, stored = block.stored;
+  const int64_t length = tokens.length, rotary_dim = block.rotary_dim;
+  parallel(tokens.batch * length * groups, 4 * (heads + 2) * dim, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t token = item / groups, group = item % groups, row = token / length, position = token % length;
-      const float *from = qkv + item * (heads + 2) * dim, *cosine = cos + token * block->rotary_dim;
-      const float* sine = sin + token * block->rotary_dim;
+      const float *from = qkv + item * stored * dim, *cosine = cos + token * rotary_dim, *sine = sin + token * rotary_dim;
       for (int64_t head = 0; head < heads; ++head) {
         float* to = query + (((row * groups + group) * heads + head) * length + position) * dim;
-        norm_and_rotate(from + head * dim, block->query_norm, block->eps, cosine, sine, to, dim, block->rotary_dim);
+        norm_and_rotate(from + head * dim, block.query_norm, block.eps, cosine, sine, to, dim, rotary_dim);
       }
-      const int64_t to = ((row * groups + group) * slots + past + position) * dim;
-      norm_and_rotate(from + heads * dim, block->key_norm, block->eps, cosine, sine, key + to, dim, block->rotary_dim);
-      std::copy_n(from + (heads + 1) * dim, dim, value + to);
+      const int64_t to = ((row * groups + group) * tokens.slots + tokens.past + position) * dim;
+      norm_and_rotate(from + (stored - 2) * dim, block.key_norm, block.eps, cosine, sine, key + to, dim, rotary_dim);
+      std::copy_n(from + (stored - 1) * dim, dim, value + to);
     }
   }, true);
+}
+
+// attended [batch * length, groups * heads * dim]: attention, and its gates in qkv if there are any.
+void attend_all(const AttentionBlock& block, const Tokens& tokens, const float* qkv, const float* query, const float* key,
+                const float* value, float* attended) {
+  const int64_t groups = block.groups, heads = block.heads, dim = block.dim;
+  const int64_t length = tokens.length, past = tokens.past, slots = tokens.slots;
   const int64_t parts = (heads * length + kQueryRows - 1) / kQueryRows;
-  parallel(batch * groups * parts, 4 * kQueryRows * dim * (past + length), [=](int64_t begin, int64_t end) {
+  parallel(tokens.batch * groups * parts, 4 * kQueryRows * dim * (past + length), [&](int64_t begin, int64_t end) {
     float* scores = score_buffer(kQueryRows * slots);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t pair = item / parts, row = pair / groups, group = pair % groups;
@@ -161,32 +172,79 @@ void mfx_attention_block(const AttentionBlock* block, const float* x, const floa
       float* targets[kQueryRows];
       for (int64_t i = 0; i < count; ++i) {
         const int64_t head = (start + i) / length, position = (start + i) % length;
-        if (bias) {
-          biases[i] = bias + ((bias_batch == 1 ? 0 : row) * length + position) * slots;
+        if (tokens.bias) {
+          biases[i] = tokens.bias + ((tokens.bias_batch == 1 ? 0 : row) * length + position) * slots;
           seen[i] = unmasked(biases[i], past + length);
         } else {
-          seen[i] = {std::min(first[row], past + position), past + position + 1};
+          seen[i] = {std::min(tokens.first[row], past + position), past + position + 1};
         }
         targets[i] = attended + ((row * length + position) * groups * heads + group * heads + head) * dim;
       }
       const float* q = query + (pair * heads * length + start) * dim;
       const float *keys = key + pair * slots * dim, *values = value + pair * slots * dim;
-      if (count == 4) attend<4>(q, keys, values, seen, biases, block->scale, scores, slots, dim, targets);
-      if (count == 3) attend<3>(q, keys, values, seen, biases, block->scale, scores, slots, dim, targets);
-      if (count == 2) attend<2>(q, keys, values, seen, biases, block->scale, scores, slots, dim, targets);
-      if (count == 1) attend<1>(q, keys, values, seen, biases, block->scale, scores, slots, dim, targets);
+      if (count == 4) attend<4>(q, keys, values, seen, biases, block.scale, scores, slots, dim, targets);
+      if (count == 3) attend<3>(q, keys, values, seen, biases, block.scale, scores, slots, dim, targets);
+      if (count == 2) attend<2>(q, keys, values, seen, biases, block.scale, scores, slots, dim, targets);
+      if (count == 1) attend<1>(q, keys, values, seen, biases, block.scale, scores, slots, dim, targets);
+      for (int64_t i = 0; i < count && block.stored > heads + 2; ++i) {
+        const int64_t head = (start + i) / length, token = row * length + (start + i) % length;
+        gate_by(targets[i], qkv + ((token * groups + group) * block.stored + heads + head) * dim, dim);
+      }
     }
   }, true);
-  product(*block->proj, attended, out, rows, rest, 0);
+}
+
+// Rows of a product beyond which more of them only take memory.
+constexpr int64_t kRowsAtOnce = 512;
+
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+}  // namespace
+
+extern "C" {
+
+// Attention over the new tokens x [batch * length, depth of qkv], which are normalised already, and those in the cache:
+// key and value [batch, groups, slots, dim], where the new ones are written from slot `past` on. out [batch * length, rows
+// of proj]. A new token sees the slots from its row's entry of `first` [batch] to its own (a pad sees itself), or what
+// bias [bias_batch, length, slots] says if that is not null. cos and sin [batch * length, rotary_dim].
+// scratch: rows * (qkv + 2 * attended + max(depth, attended)) floats for the rows of mfx_sequences_at_once.
+void mfx_attention_block(const AttentionBlock* block, const float* x, const float* cos, const float* sin,
+                         const int64_t* first, const float* bias, float* key, float* value, float* out, float* scratch,
+                         int64_t batch, int64_t length, int64_t past, int64_t slots, int64_t bias_batch) {
+  const int64_t step = larger(1, kRowsAtOnce / length), per_row = block->groups * slots * block->dim;
+  const int64_t attended_size = block->groups * block->heads * block->dim;
+  for (int64_t row = 0; row < batch; row += step) {
+    const int64_t count = std::min(step, batch - row), rows = count * length, start = row * length;
+    const float* biases = bias && bias_batch > 1 ? bias + start * slots : bias;
+    const Tokens tokens{count, length, past, slots, first ? first + row : nullptr, biases, bias_batch};
+    float* const qkv = scratch;
+    float* const query = qkv + rows * block->qkv->rows;
+    float* const attended = query + rows * attended_size;
+    float* const rest = attended + rows * attended_size;
+    float *const keys = key + row * per_row, *const values = value + row * per_row;
+    product(*block->qkv, x + start * block->qkv->depth, qkv, rows, rest, 0);
+    take_apart(*block, tokens, qkv, cos + start * block->rotary_dim, sin + start * block->rotary_dim, query, keys, values);
+    attend_all(*block, tokens, qkv, query, keys, values, attended);
+    product(*block->proj, attended, out + start * block->proj->rows, rows, rest, 0);
+  }
+}
+
+// How many of `batch` sequences of `length` tokens are worked off at a time.
+int64_t mfx_sequences_at_once(int64_t batch, int64_t length) {
+  return std::min(batch, larger(1, kRowsAtOnce / length));
 }
 
 // out [rows, outputs of fc2] = (silu(gate) * up) fc2^T, where the rows of fc1 are pairs of gate and up; see mfx_product
-// for the limit. scratch: rows * (outputs of fc1 + larger depth) floats.
+// for the limit. scratch: min(rows, kRowsAtOnce) * (outputs of fc1 + larger depth) floats.
 void mfx_mlp(const Matrix* fc1, const Matrix* fc2, const float* x, float* out, float* scratch, int64_t rows, float limit) {
-  float* const active = scratch;
-  float* const rest = active + rows * num_outputs(*fc1);
-  product(*fc1, x, active, rows, rest, limit > 0 ? limit : std::numeric_limits<float>::infinity());
-  product(*fc2, active, out, rows, rest, 0);
+  const float bound = limit > 0 ? limit : std::numeric_limits<float>::infinity();
+  for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
+    const int64_t count = std::min(kRowsAtOnce, rows - row);
+    float* const active = scratch;
+    float* const rest = active + count * num_outputs(*fc1);
+    product(*fc1, x + row * fc1->depth, active, count, rest, bound);
+    product(*fc2, active, out + row * fc2->rows, count, rest, 0);
+  }
 }
 
 // Experts with packed matrices: first[e] gives gate times up and second[e] brings it back. out [., hidden] = sum over the

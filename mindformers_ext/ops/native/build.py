@@ -50,6 +50,7 @@ _SIGNATURES = {
     "mfx_packed_rows": (*[_POINTER] * 2, _INT, _POINTER),
     "mfx_attention_block": (*[_POINTER] * 10, *[_INT] * 5),
     "mfx_read": (_POINTER, _INT),
+    "mfx_sequences_at_once": (_INT, _INT),
     "mfx_mlp": (*[_POINTER] * 5, _INT, _FLOAT),
     "mfx_packed_experts": (*[_POINTER] * 8, _INT, _FLOAT),
     "mfx_gated_rms_norm": (*[_POINTER] * 2, _INT, *[_POINTER] * 2, *[_INT] * 3, _FLOAT),
@@ -72,9 +73,17 @@ def load_library() -> ctypes.CDLL | None:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.mfx_panel_rows.restype = _INT
+    for name in ("mfx_panel_rows", "mfx_sequences_at_once"):
+        getattr(library, name).restype = _INT
     library.mfx_set_threads(num_threads())
     return library
+
+
+def instruction_set(library: ctypes.CDLL) -> str:
+    """Returns the vectors that the kernels were compiled for."""
+    bits = 16 * int(library.mfx_panel_rows())
+    on_x86 = platform.machine() in ("x86_64", "AMD64")
+    return {512: "AVX-512", 256: "AVX2"}.get(bits, "SSE") if on_x86 else f"{bits}-bit vectors"
 
 
 def num_threads() -> int:

@@ -32,7 +32,7 @@ class _Matrix(ctypes.Structure):
 class _AttentionBlock(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "proj", "query_norm", "key_norm")),
-        *((name, ctypes.c_int64) for name in ("groups", "heads", "dim", "rotary_dim")),
+        *((name, ctypes.c_int64) for name in ("groups", "heads", "stored", "dim", "rotary_dim")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
     )
 
@@ -159,7 +159,8 @@ def mlp(x: Tensor, fc1: PackedWeight, fc2: PackedWeight, limit: float) -> Tensor
     x = _dense(x)
     count, ffn = x.shape[0], fc2.shape[1]
     out = np.empty((count, fc2.shape[0]), np.float32)
-    scratch = _scratch(count * (ffn + max(ffn, fc1.shape[1])))
+    at_once = int(_kernels().mfx_sequences_at_once(count, 1))
+    scratch = _scratch(at_once * (ffn + max(ffn, fc1.shape[1])))
     _kernels().mfx_mlp(
         fc1.pointer, fc2.pointer, _pointer(x), out.ctypes.data, scratch, count, limit
     )  # fmt: skip
@@ -170,7 +171,7 @@ class AttentionBlock:
     """What stays the same between the calls of `attention_block`.
 
     Args:
-        qkv: the fused projection, see `mindformers_ext.ops.qkv_heads`; without gates.
+        qkv: the fused projection, see `mindformers_ext.ops.qkv_heads`.
         proj: the projection back.
         norms: of queries and keys, float32 ``[D]``.
         groups: key-value heads.
@@ -178,18 +179,22 @@ class AttentionBlock:
         rotary_dim: the first so many elements of a head are rotated.
         eps: of the norms.
         scale: factor of the scores.
+        gated: the projection has gates, see `mindformers_ext.ops.gate_heads`.
     """
 
     def __init__(
         self, qkv: PackedWeight, proj: PackedWeight, norms: tuple[Tensor, Tensor] | None, groups: int, dim: int,
-        rotary_dim: int, eps: float, scale: float,
+        rotary_dim: int, eps: float, scale: float, gated: bool = False,
     ) -> None:  # fmt: skip
-        heads = qkv.shape[0] // (groups * dim) - 2
+        stored = qkv.shape[0] // (groups * dim)
+        heads = (stored - 2) // (2 if gated else 1)
         self.groups, self.dim, self.width = groups, dim, groups * heads * dim
         self.qkv, self.proj = qkv, proj
         self._norms = norms
         pointers = (None, None) if norms is None else (_pointer(norms[0]), _pointer(norms[1]))
-        self._block = _AttentionBlock(qkv.pointer, proj.pointer, *pointers, groups, heads, dim, rotary_dim, eps, scale)
+        self._block = _AttentionBlock(
+            qkv.pointer, proj.pointer, *pointers, groups, heads, stored, dim, rotary_dim, eps, scale
+        )
         self.pointer = ctypes.addressof(self._block)
 
 
@@ -226,7 +231,8 @@ def attention_block(
         first = visible.ctypes.data
     out = np.empty((rows, block.proj.shape[0]), np.float32)
     depth = max(block.qkv.shape[1], block.width)
-    scratch = _scratch(rows * (block.qkv.shape[0] + 2 * block.width + depth))
+    at_once = length * int(_kernels().mfx_sequences_at_once(batch, length))
+    scratch = _scratch(at_once * (block.qkv.shape[0] + 2 * block.width + depth))
     _kernels().mfx_attention_block(
         block.pointer, _pointer(x), _pointer(cos), _pointer(sin), first, bias,
         _pointer(buffers[0]), _pointer(buffers[1]), out.ctypes.data, scratch,
