@@ -69,7 +69,7 @@ class SelfAttention(nn.Cell):
     def _attend_packed(self, x: Tensor, context: ForwardContext, state: KeyValueState | None) -> Tensor:
         """The same in one operation, which writes keys and values into the cache itself."""
         rotary = context.rotary()
-        if self._block is None:
+        if self._block is None or self._block.qkv is not self.linear_qkv.packed:
             self._block = ops.AttentionBlock(
                 self.linear_qkv.packed, self.linear_proj.packed, self._norms(), self.groups, self.dim,
                 rotary[0].shape[-1], self.eps, self.scale, self.gated,

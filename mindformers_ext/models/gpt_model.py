@@ -202,9 +202,9 @@ class GPTModel(nn.Cell):
             ValueError: the shape differs, or the type of weights cannot hold a value.
         """
         parameter = self._parameters_by_name[name]
+        if self._sharded is None and parameter.shape != array.shape:
+            raise ValueError(f"{name} has shape {parameter.shape}, not {array.shape}")
         if name in self._packable and self._weight_dtype is not None:
-            if self._sharded is None and parameter.shape != array.shape:
-                raise ValueError(f"{name} has shape {parameter.shape}, not {array.shape}")
             try:
                 if self._keep(name, array):
                     return
@@ -213,10 +213,8 @@ class GPTModel(nn.Cell):
                 raise ValueError(f"{name} cannot be kept as {self._weight_dtype}: {error}") from error
         if self._sharded is not None:
             self._sharded.store(name, array)
-            return
-        if parameter.shape != array.shape:
-            raise ValueError(f"{name} has shape {parameter.shape}, not {array.shape}")
-        parameter.set_data(Tensor.from_numpy(array))
+        else:
+            parameter.set_data(Tensor.from_numpy(array))
 
     def weight(self, name: str) -> np.ndarray:
         """Returns what `set_weight` set, or training made of it: the part that `weight_regions` says, to be read only.

@@ -211,6 +211,7 @@ extern "C" {
 void mfx_attention_block(const AttentionBlock* block, const float* x, const float* cos, const float* sin,
                          const int64_t* first, const float* bias, float* key, float* value, float* out, float* scratch,
                          int64_t batch, int64_t length, int64_t past, int64_t slots, int64_t bias_batch) {
+  if (length < 1) return;
   const int64_t step = larger(1, kRowsAtOnce / length), per_row = block->groups * slots * block->dim;
   const int64_t attended_size = block->groups * block->heads * block->dim;
   for (int64_t row = 0; row < batch; row += step) {
@@ -231,7 +232,7 @@ void mfx_attention_block(const AttentionBlock* block, const float* x, const floa
 
 // How many of `batch` sequences of `length` tokens are worked off at a time.
 int64_t mfx_sequences_at_once(int64_t batch, int64_t length) {
-  return std::min(batch, larger(1, kRowsAtOnce / length));
+  return std::min(batch, larger(1, kRowsAtOnce / larger(1, length)));
 }
 
 // out [rows, outputs of fc2] = (silu(gate) * up) fc2^T, where the rows of fc1 are pairs of gate and up; see mfx_product

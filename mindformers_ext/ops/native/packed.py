@@ -190,8 +190,8 @@ class AttentionBlock:
         heads = (stored - 2) // (2 if gated else 1)
         self.groups, self.dim, self.width = groups, dim, groups * heads * dim
         self.qkv, self.proj = qkv, proj
-        self._norms = norms
-        pointers = (None, None) if norms is None else (_pointer(norms[0]), _pointer(norms[1]))
+        self._norms = [None, None] if norms is None else [norm.asnumpy().copy() for norm in norms]
+        pointers = [_address(norm) for norm in self._norms]
         self._block = _AttentionBlock(
             qkv.pointer, proj.pointer, *pointers, groups, heads, stored, dim, rotary_dim, eps, scale
         )

@@ -333,6 +333,7 @@ void read_row(const Matrix& w, int64_t row, float* out) {
 namespace mfx {
 
 void product(const Matrix& w, const float* x, float* out, int64_t m, float* scratch, float bound) {
+  if (m < 1) return;
   if (w.kind == kFloat32) product_of<float>(w, x, out, m, scratch, bound);
   if (w.kind == kBfloat16) product_of<uint16_t>(w, x, out, m, scratch, bound);
   if (w.kind == kInt8) product_of<int8_t>(w, x, out, m, scratch, bound);
