@@ -47,8 +47,10 @@ class SelfAttention(nn.Cell):
         Returns:
             float32 ``[B * S, H]``.
         """
-        if context.share is None and self._is_packed():
-            return self._attend_packed(x, context, state)
+        block = self.packed_block(context)
+        if block is not None:
+            past, buffers = self.slots_for(context, state)
+            return ops.attention_block(block, x, context.rotary(), context.visible(buffers[0].shape[2]), buffers, past)
         qkv = self.linear_qkv(x)
         norms = self._norms()
         query, key, value = ops.qkv_heads(qkv, *context.rotary(), self.groups, norms, self.eps, self.dim, self.gated)
@@ -63,24 +65,25 @@ class SelfAttention(nn.Cell):
     def _norms(self) -> tuple[Tensor, Tensor] | None:
         return (self.q_layernorm.scale, self.k_layernorm.scale) if self.qk_layernorm else None
 
-    def _is_packed(self) -> bool:
-        return self.linear_qkv.packed is not None and self.linear_proj.packed is not None
-
-    def _attend_packed(self, x: Tensor, context: ForwardContext, state: KeyValueState | None) -> Tensor:
-        """The same in one operation, which writes keys and values into the cache itself."""
-        rotary = context.rotary()
-        if self._block is None or self._block.qkv is not self.linear_qkv.packed:
+    def packed_block(self, context: ForwardContext) -> ops.AttentionBlock | None:
+        """Returns all weights for `ops.attention_block`; None unless they are packed, or where a sequence is shared."""
+        qkv, proj = self.linear_qkv.packed, self.linear_proj.packed
+        if qkv is None or proj is None or context.share is not None:
+            return None
+        if self._block is None or self._block.qkv is not qkv or self._block.proj is not proj:
+            rotary_dim = context.rotary()[0].shape[-1]
             self._block = ops.AttentionBlock(
-                self.linear_qkv.packed, self.linear_proj.packed, self._norms(), self.groups, self.dim,
-                rotary[0].shape[-1], self.eps, self.scale, self.gated,
-            )  # fmt: skip
+                qkv, proj, self._norms(), self.groups, self.dim, rotary_dim, self.eps, self.scale, self.gated
+            )
+        return self._block
+
+    def slots_for(self, context: ForwardContext, state: KeyValueState | None) -> tuple[int, tuple[Tensor, Tensor]]:
+        """Makes room for the new tokens; returns the slot of the first, and the buffers of keys and values."""
         if state is None:
-            past, shape = 0, (context.batch, self.groups, context.length, self.dim)
-            buffers = (zeros(*shape), zeros(*shape))
-        else:
-            past = state.extend(context.length)
-            buffers = (state.key, state.value)
-        return ops.attention_block(self._block, x, rotary, context.visible(buffers[0].shape[2]), buffers, past)
+            shape = (context.batch, self.groups, context.length, self.dim)
+            return 0, (zeros(*shape), zeros(*shape))
+        past = state.extend(context.length)
+        return past, (state.key, state.value)
 
     def new_state(self, batch_size: int, max_length: int) -> KeyValueState:
         """Returns empty keys and values for ``batch_size`` rows of up to ``max_length`` tokens."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from mindspore import Tensor, nn
 
+from mindformers_ext import ops
 from mindformers_ext.models.attention import SelfAttention
 from mindformers_ext.models.cache import LayerState
 from mindformers_ext.models.config import TransformerConfig
@@ -133,6 +134,11 @@ class TransformerBlock(nn.Cell):
         layer = TransformerLayer if hyper is None else HyperConnectionLayer
         self.layers = NumberedLayers({number: layer(shard, number) for number in shard.layers})
         self.streams, self.is_first = 1 if hyper is None else hyper.num_residual_streams, shard.is_first
+        self._is_dense = self.streams == 1 and shard.context.tp.size == 1 and len(self.layers) > 0
+        self._is_dense = self._is_dense and all(
+            isinstance(layer.self_attention, SelfAttention) and layer.is_dense for layer in self.layers
+        )
+        self._stack: ops.DenseLayers | None = None
         self.hc_head = None
         if shard.is_last:
             self.hc_head = None if hyper is None else HyperHead(config)
@@ -159,6 +165,9 @@ class TransformerBlock(nn.Cell):
             What `finish` or the next stage takes: the residual stream, float32 ``[B * S, H]``, or n of them,
             ``[B * S, n * H]``.
         """
+        stack = self._dense_stack(context)
+        if stack is not None:
+            return self._run_dense(stack, hidden, context, states)
         update = None
         if self.is_first and self.streams > 1:
             hidden = hidden.tile((1, self.streams))
@@ -166,6 +175,48 @@ class TransformerBlock(nn.Cell):
             with joined(layer):
                 hidden, update = layer(hidden, update, context, state)
         return hidden if update is None else hidden + update
+
+    def _dense_stack(self, context: ForwardContext) -> ops.DenseLayers | None:
+        """Returns the layers for `ops.dense_layers`; None unless all are dense, packed and on this process alone."""
+        if not self._is_dense:
+            return None
+        layers = []
+        for layer in self.layers:
+            attention, fc1, fc2 = layer.self_attention.packed_block(context), *layer.mlp.packed
+            if attention is None or fc1 is None or fc2 is None:
+                return None
+            layers.append((layer, attention, fc1, fc2))
+        used = () if self._stack is None else self._stack.layers
+        same = len(used) == len(layers) and all(
+            old.attention is attention and old.fc1 is fc1 and old.fc2 is fc2
+            for old, (_, attention, fc1, fc2) in zip(used, layers, strict=True)
+        )
+        if not same:
+            self._stack = ops.DenseLayers(
+                [
+                    ops.DenseLayer(
+                        layer.input_layernorm.scale.asnumpy().copy(),
+                        attention,
+                        layer.pre_mlp_layernorm.scale.asnumpy().copy(),
+                        fc1,
+                        fc2,
+                    )
+                    for layer, attention, fc1, fc2 in layers
+                ],
+                layers[0][0].input_layernorm.eps,
+                layers[0][0].mlp.clamp_value,
+            )
+        return self._stack
+
+    def _run_dense(
+        self, stack: ops.DenseLayers, hidden: Tensor, context: ForwardContext, states: Sequence[LayerState | None]
+    ) -> Tensor:
+        taken = [
+            layer.self_attention.slots_for(context, state) for layer, state in zip(self.layers, states, strict=True)
+        ]
+        buffers = [pair for _, pair in taken]
+        visible = context.visible(buffers[0][0].shape[2])
+        return ops.dense_layers(stack, hidden, context.rotary(), visible, buffers, taken[0][0])
 
     def finish(self, hidden: Tensor) -> Tensor:
         """Turns rows of the residual stream into what the head takes, float32 ``[N, H]``; in the last stage."""

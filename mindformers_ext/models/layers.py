@@ -166,9 +166,14 @@ class MLP(nn.Cell):
         self.linear_fc1 = Linear(config.hidden_size, 2 * width, bias, order="alternate")
         self.linear_fc2 = Linear(width, config.hidden_size, bias, initial="residual")
 
+    @property
+    def packed(self) -> tuple[ops.PackedWeight | None, ops.PackedWeight | None]:
+        """Both weights if they are packed."""
+        return self.linear_fc1.packed, self.linear_fc2.packed
+
     def construct(self, x: Tensor) -> Tensor:
         """Maps float32 ``[N, H]`` to ``[N, H]``."""
-        fc1, fc2 = self.linear_fc1.packed, self.linear_fc2.packed
+        fc1, fc2 = self.packed
         if fc1 is not None and fc2 is not None:
             return ops.mlp(x, fc1, fc2, self.clamp_value)
         return self.linear_fc2(ops.swiglu(self.linear_fc1(x), self.clamp_value))

@@ -31,7 +31,16 @@ from mindformers_ext.ops.latent_attention import absorbed_attention, latent_head
 from mindformers_ext.ops.moe import Routing, experts, route
 from mindformers_ext.ops.native import packed
 from mindformers_ext.ops.native.build import num_threads
-from mindformers_ext.ops.native.packed import AttentionBlock, PackedStack, PackedWeight, attention_block, mlp
+from mindformers_ext.ops.native.packed import (
+    AttentionBlock,
+    DenseLayer,
+    DenseLayers,
+    PackedStack,
+    PackedWeight,
+    attention_block,
+    dense_layers,
+    mlp,
+)
 from mindformers_ext.ops.sparse_attention import (
     grouped_linear,
     partial_rotary,
@@ -42,6 +51,8 @@ from mindformers_ext.ops.weights import can_pack, rounded
 
 __all__ = [
     "AttentionBlock",
+    "DenseLayer",
+    "DenseLayers",
     "PackedStack",
     "PackedWeight",
     "Routing",
@@ -54,6 +65,7 @@ __all__ = [
     "compressor_gates",
     "cross_entropy",
     "delta_gates",
+    "dense_layers",
     "describe",
     "embedding",
     "embedding_part",

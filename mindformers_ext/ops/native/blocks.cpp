@@ -1,5 +1,5 @@
-// The two halves of a decoder layer in one call each, with packed weights: grouped-query attention from the normalised
-// rows to the projection back, and the gated MLP.
+// Decoder layers with packed weights: their two halves in one call each, grouped-query attention from the normalised rows to
+// the projection back and the gated MLP, and all layers of a dense model in one.
 
 #include "products.h"
 
@@ -13,7 +13,20 @@ struct AttentionBlock {
   float eps, scale;
 };
 
+// A dense decoder layer; see DenseLayers.
+struct DenseLayer {
+  const float *input_norm, *mlp_norm;  // [hidden]
+  const AttentionBlock* attention;
+  const Matrix *fc1, *fc2;
+};
+
 }  // namespace mfx
+
+extern "C" {
+void mfx_rms_norm(const float* x, const float* weight, float* out, int64_t rows, int64_t dim, float eps);
+void mfx_add_rms_norm(const float* x, const float* update, const float* weight, float* total, float* out, int64_t rows,
+                      int64_t dim, float eps);
+}
 
 namespace {
 
@@ -246,6 +259,32 @@ void mfx_mlp(const Matrix* fc1, const Matrix* fc2, const float* x, float* out, f
     product(*fc1, x + row * fc1->depth, active, count, rest, bound);
     product(*fc2, active, out + row * fc2->rows, count, rest, 0);
   }
+}
+
+// Runs `count` dense layers on the residual stream hidden [batch * length, size], in place. keys and values hold the cache
+// of each layer; the rest is that of mfx_attention_block and mfx_mlp. scratch: 2 * batch * length * size floats, and behind
+// them what the hungrier of both needs.
+void mfx_dense_layers(const DenseLayer* layers, int64_t count, float* hidden, const float* cos, const float* sin,
+                      const int64_t* first, const float* bias, float* const* keys, float* const* values, float* scratch,
+                      int64_t batch, int64_t length, int64_t past, int64_t slots, int64_t bias_batch, float eps,
+                      float limit) {
+  const int64_t rows = batch * length, size = layers->fc1->depth;
+  float* const normed = scratch;
+  float* const update = normed + rows * size;
+  float* const rest = update + rows * size;
+  for (int64_t i = 0; i < count; ++i) {
+    const DenseLayer& layer = layers[i];
+    if (i == 0) {
+      mfx_rms_norm(hidden, layer.input_norm, normed, rows, size, eps);
+    } else {
+      mfx_add_rms_norm(hidden, update, layer.input_norm, hidden, normed, rows, size, eps);
+    }
+    mfx_attention_block(layer.attention, normed, cos, sin, first, bias, keys[i], values[i], update, rest, batch, length,
+                        past, slots, bias_batch);
+    mfx_add_rms_norm(hidden, update, layer.mlp_norm, hidden, normed, rows, size, eps);
+    mfx_mlp(layer.fc1, layer.fc2, normed, update, rest, rows, limit);
+  }
+  for (int64_t i = 0; i < rows * size; ++i) hidden[i] += update[i];
 }
 
 // Experts with packed matrices: first[e] gives gate times up and second[e] brings it back. out [., hidden] = sum over the

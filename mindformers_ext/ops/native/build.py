@@ -50,6 +50,7 @@ _SIGNATURES = {
     "mfx_packed_rows": (*[_POINTER] * 2, _INT, _POINTER),
     "mfx_attention_block": (*[_POINTER] * 10, *[_INT] * 5),
     "mfx_read": (_POINTER, _INT),
+    "mfx_dense_layers": (_POINTER, _INT, *[_POINTER] * 8, *[_INT] * 5, _FLOAT, _FLOAT),
     "mfx_sequences_at_once": (_INT, _INT),
     "mfx_mlp": (*[_POINTER] * 5, _INT, _FLOAT),
     "mfx_packed_experts": (*[_POINTER] * 8, _INT, _FLOAT),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +37,10 @@ class _AttentionBlock(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("groups", "heads", "stored", "dim", "rotary_dim")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
     )
+
+
+class _DenseLayer(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm", "attention", "fc1", "fc2"))
 
 
 class PackedWeight:
@@ -197,6 +203,11 @@ class AttentionBlock:
         )
         self.pointer = ctypes.addressof(self._block)
 
+    def scratch(self, batch: int, length: int) -> int:
+        """Floats that a call for ``batch`` rows of ``length`` tokens needs."""
+        rows = length * int(_kernels().mfx_sequences_at_once(batch, length))
+        return rows * (self.qkv.shape[0] + 2 * self.width + max(self.qkv.shape[1], self.width))
+
 
 def attention_block(
     block: AttentionBlock,
@@ -220,23 +231,107 @@ def attention_block(
     Returns:
         float32 ``[B * S, H]``.
     """
-    x, (cos, sin) = _dense(x), (_dense(table) for table in rotary)
-    batch, length, _ = cos.shape
-    rows, slots = batch * length, buffers[0].shape[2]
-    first, bias, bias_batch = None, None, 1
-    if isinstance(visible, Tensor):
-        visible = _dense(visible)
-        bias, bias_batch = _pointer(visible), visible.shape[0]
-    else:
-        first = visible.ctypes.data
-    out = np.empty((rows, block.proj.shape[0]), np.float32)
-    depth = max(block.qkv.shape[1], block.width)
-    at_once = length * int(_kernels().mfx_sequences_at_once(batch, length))
-    scratch = _scratch(at_once * (block.qkv.shape[0] + 2 * block.width + depth))
+    x, tokens = _dense(x), _Tokens(rotary, visible, buffers[0].shape[2], past)
+    out = np.empty((x.shape[0], block.proj.shape[0]), np.float32)
+    scratch = _scratch(block.scratch(tokens.batch, tokens.length))
     _kernels().mfx_attention_block(
-        block.pointer, _pointer(x), _pointer(cos), _pointer(sin), first, bias,
-        _pointer(buffers[0]), _pointer(buffers[1]), out.ctypes.data, scratch,
-        batch, length, past, slots, bias_batch,
+        block.pointer, _pointer(x), *tokens.pointers, _pointer(buffers[0]), _pointer(buffers[1]), out.ctypes.data,
+        scratch, *tokens.sizes,
+    )  # fmt: skip
+    return Tensor.from_numpy(out)
+
+
+class _Tokens:
+    """The tokens of a call of `attention_block` or `dense_layers`, as the kernels take them."""
+
+    def __init__(self, rotary: tuple[Tensor, Tensor], visible: np.ndarray | Tensor, slots: int, past: int) -> None:
+        cos, sin = _dense(rotary[0]), _dense(rotary[1])
+        self._kept = (cos, sin, visible)
+        self.batch, self.length, _ = cos.shape
+        first, bias, bias_batch = None, None, 1
+        if isinstance(visible, Tensor):
+            dense = _dense(visible)
+            self._kept = (cos, sin, dense)
+            bias, bias_batch = _pointer(dense), dense.shape[0]
+        else:
+            first = visible.ctypes.data
+        self.pointers = (_pointer(cos), _pointer(sin), first, bias)
+        self.sizes = (self.batch, self.length, past, slots, bias_batch)
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """The weights of a dense layer: norms float32 ``[H]``, attention, and the MLP, pairs of gate and up in ``fc1``."""
+
+    input_norm: np.ndarray
+    attention: AttentionBlock
+    mlp_norm: np.ndarray
+    fc1: PackedWeight
+    fc2: PackedWeight
+
+
+class DenseLayers:
+    """Layers that `dense_layers` runs in one call.
+
+    Args:
+        layers: their weights.
+        eps: of the norms.
+        limit: see `mindformers_ext.ops.swiglu`.
+    """
+
+    def __init__(self, layers: Sequence[DenseLayer], eps: float, limit: float) -> None:
+        self.layers = tuple(layers)
+        self.eps, self.limit = eps, limit
+        fields = (
+            (
+                _address(layer.input_norm),
+                _address(layer.mlp_norm),
+                layer.attention.pointer,
+                layer.fc1.pointer,
+                layer.fc2.pointer,
+            )
+            for layer in self.layers
+        )
+        self._array = (_DenseLayer * len(self.layers))(*fields)
+        self.pointer = ctypes.addressof(self._array)
+
+    def scratch(self, batch: int, length: int) -> int:
+        """Floats that a call for ``batch`` rows of ``length`` tokens needs."""
+        fc1, fc2 = self.layers[0].fc1, self.layers[0].fc2
+        rows = int(_kernels().mfx_sequences_at_once(batch * length, 1))
+        mlp_scratch = rows * (fc2.shape[1] + max(fc2.shape[1], fc1.shape[1]))
+        attention_scratch = self.layers[0].attention.scratch(batch, length)
+        return 2 * batch * length * fc1.shape[1] + max(mlp_scratch, attention_scratch)
+
+
+def dense_layers(
+    stack: DenseLayers,
+    hidden: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    visible: np.ndarray | Tensor,
+    buffers: Sequence[tuple[Tensor, Tensor]],
+    past: int,
+) -> Tensor:
+    """Runs all layers of a dense model on the residual stream float32 ``[B * S, H]``.
+
+    Args:
+        stack: the layers.
+        hidden: the residual stream.
+        rotary: see `attention_block`.
+        visible: see there.
+        buffers: keys and values of each layer, see there.
+        past: see there.
+
+    Returns:
+        The residual stream behind them.
+    """
+    tokens = _Tokens(rotary, visible, buffers[0][0].shape[2], past)
+    out = hidden.asnumpy().copy()
+    keys, values = ((ctypes.c_void_p * len(buffers))(*(_pointer(pair[i]) for pair in buffers)) for i in (0, 1))
+    scratch = _scratch(stack.scratch(tokens.batch, tokens.length))
+    _kernels().mfx_dense_layers(
+        stack.pointer, len(stack.layers), out.ctypes.data, *tokens.pointers, ctypes.addressof(keys),
+        ctypes.addressof(values), scratch, *tokens.sizes, stack.eps, stack.limit,
     )  # fmt: skip
     return Tensor.from_numpy(out)
 

@@ -100,6 +100,28 @@ def test_logits_of_a_row_are_the_same_bits_beside_any_others(family):
 
 
 @needs_kernels
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_all_layers_in_one_call_give_the_bits_of_one_after_another(family, monkeypatch):
+    model, cases = load(family, "bfloat16")
+    ids = cases[0]["input_ids"]
+
+    def run():
+        cache = model.new_cache(1, len(ids))
+        with _no_grad():
+            first = model(Tensor(np.array([ids[:-1]], np.int32)), past_key_values=cache)["logits"].asnumpy()
+            last = model(Tensor(np.array([ids[-1:]], np.int32)), past_key_values=cache)["logits"].asnumpy()
+        return np.concatenate((first, last), 1), [buffer.asnumpy() for state in cache for buffer in state.buffers]
+
+    together, kept = run()
+    assert model.decoder._stack is not None
+    monkeypatch.setattr(model.decoder, "_is_dense", False)
+    apart, kept_apart = run()
+    np.testing.assert_array_equal(together, apart)
+    for one, other in zip(kept, kept_apart, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@needs_kernels
 def test_an_additive_mask_and_holes_in_a_mask_mean_the_same_to_packed_and_plain_weights():
     packed, cases = load("qwen3", "float32")
     plain, _ = load("qwen3", None)
