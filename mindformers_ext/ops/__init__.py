@@ -47,6 +47,7 @@ from mindformers_ext.ops.sparse_attention import (
     sink_attention,
     window_attention,
 )
+from mindformers_ext.ops.token_scores import token_scores
 from mindformers_ext.ops.weights import can_pack, rounded
 
 __all__ = [
@@ -96,6 +97,7 @@ __all__ = [
     "sink_attention",
     "split_latent",
     "swiglu",
+    "token_scores",
     "unit_offset",
     "view_rows",
     "window_attention",
