@@ -301,7 +301,7 @@ def profile(options: argparse.Namespace) -> list[dict[str, Any]]:
             prompts = prompts_of(batch_size, options.prompt_lengths[0], model.shape["vocab_size"])
             model.run(prompts, 3)
             originals = {name: getattr(ops, name) for name in ops.__all__ if not isinstance(getattr(ops, name), type)}
-            first_step = {}
+            first_step: dict[str, int] = {}
             try:
                 for name, function in originals.items():
                     setattr(ops, name, timed(name, function))
@@ -312,7 +312,7 @@ def profile(options: argparse.Namespace) -> list[dict[str, Any]]:
                 for name, function in originals.items():
                     setattr(ops, name, function)
             total = sum(steps) / len(steps) * 1e3
-            rows = []
+            rows: list[dict[str, Any]] = []
             for name, times in spent.items():
                 own = times[2 * first_step.get(name, 0) :]  # without two prefills
                 if own:

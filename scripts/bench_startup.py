@@ -25,8 +25,8 @@ def write_checkpoint(folder: pathlib.Path, shape: dict[str, Any]) -> int:
 
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **shape}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    for file in _TOKENIZER.iterdir():
-        shutil.copy(file, folder)
+    for source in _TOKENIZER.iterdir():
+        shutil.copy(source, folder)
     layout = weight_layout(transformer_config({}, config))
     tensors = [
         (name, size)

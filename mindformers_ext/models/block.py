@@ -92,6 +92,21 @@ class TransformerLayer(nn.Cell):
         hidden, normed = self.pre_mlp_layernorm.add(hidden, self._attend(normed, context, state))
         return hidden, self._feed_forward(normed, context)
 
+    def packed_weights(
+        self, context: ForwardContext
+    ) -> tuple[ops.AttentionBlock, ops.PackedWeight, ops.PackedWeight] | None:
+        """Returns the weights of attention and MLP of a dense layer with grouped-query attention if they are packed."""
+        attention = self.self_attention.packed_block(context)
+        fc1, fc2 = self.mlp.packed
+        return None if attention is None or fc1 is None or fc2 is None else (attention, fc1, fc2)
+
+    def packed_layer(
+        self, attention: ops.AttentionBlock, fc1: ops.PackedWeight, fc2: ops.PackedWeight
+    ) -> ops.DenseLayer:
+        """Returns the layer for `ops.dense_layers`, from what `packed_weights` gave."""
+        norms = [norm.scale.asnumpy().copy() for norm in (self.input_layernorm, self.pre_mlp_layernorm)]
+        return ops.DenseLayer(norms[0], attention, norms[1], fc1, fc2)
+
     def _attend(self, normed: Tensor, context: ForwardContext, state: LayerState | None) -> Tensor:
         return self._tp.all_reduce(self.self_attention(normed, context, state))
 
@@ -139,6 +154,7 @@ class TransformerBlock(nn.Cell):
             isinstance(layer.self_attention, SelfAttention) and layer.is_dense for layer in self.layers
         )
         self._stack: ops.DenseLayers | None = None
+        self._eps, self._clamp_value = config.layernorm_epsilon, config.activation_func_clamp_value
         self.hc_head = None
         if shard.is_last:
             self.hc_head = None if hyper is None else HyperHead(config)
@@ -180,32 +196,12 @@ class TransformerBlock(nn.Cell):
         """Returns the layers for `ops.dense_layers`; None unless all are dense, packed and on this process alone."""
         if not self._is_dense:
             return None
-        layers = []
-        for layer in self.layers:
-            attention, fc1, fc2 = layer.self_attention.packed_block(context), *layer.mlp.packed
-            if attention is None or fc1 is None or fc2 is None:
+        weights = [layer.packed_weights(context) for layer in self.layers]
+        if self._stack is None or [layer.packed for layer in self._stack.layers] != weights:
+            layers = [layer.packed_layer(*taken) for layer, taken in zip(self.layers, weights, strict=True) if taken]
+            if len(layers) < len(weights):
                 return None
-            layers.append((layer, attention, fc1, fc2))
-        used = () if self._stack is None else self._stack.layers
-        same = len(used) == len(layers) and all(
-            old.attention is attention and old.fc1 is fc1 and old.fc2 is fc2
-            for old, (_, attention, fc1, fc2) in zip(used, layers, strict=True)
-        )
-        if not same:
-            self._stack = ops.DenseLayers(
-                [
-                    ops.DenseLayer(
-                        layer.input_layernorm.scale.asnumpy().copy(),
-                        attention,
-                        layer.pre_mlp_layernorm.scale.asnumpy().copy(),
-                        fc1,
-                        fc2,
-                    )
-                    for layer, attention, fc1, fc2 in layers
-                ],
-                layers[0][0].input_layernorm.eps,
-                layers[0][0].mlp.clamp_value,
-            )
+            self._stack = ops.DenseLayers(layers, self._eps, self._clamp_value)
         return self._stack
 
     def _run_dense(

@@ -269,6 +269,11 @@ class DenseLayer:
     fc1: PackedWeight
     fc2: PackedWeight
 
+    @property
+    def packed(self) -> tuple[AttentionBlock, PackedWeight, PackedWeight]:
+        """The weights of attention and MLP."""
+        return self.attention, self.fc1, self.fc2
+
 
 class DenseLayers:
     """Layers that `dense_layers` runs in one call.
@@ -282,17 +287,14 @@ class DenseLayers:
     def __init__(self, layers: Sequence[DenseLayer], eps: float, limit: float) -> None:
         self.layers = tuple(layers)
         self.eps, self.limit = eps, limit
-        fields = (
-            (
-                _address(layer.input_norm),
-                _address(layer.mlp_norm),
-                layer.attention.pointer,
-                layer.fc1.pointer,
+        structures = [
+            _DenseLayer(
+                _address(layer.input_norm), _address(layer.mlp_norm), layer.attention.pointer, layer.fc1.pointer,
                 layer.fc2.pointer,
             )
             for layer in self.layers
-        )
-        self._array = (_DenseLayer * len(self.layers))(*fields)
+        ]  # fmt: skip
+        self._array = (_DenseLayer * len(self.layers))(*structures)
         self.pointer = ctypes.addressof(self._array)
 
     def scratch(self, batch: int, length: int) -> int:
