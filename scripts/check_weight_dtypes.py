@@ -118,7 +118,7 @@ def main() -> None:
             "difference": difference,
             "bytes": size,
         }
-        print(f"| {dtype} | {size:,} | {equal:.1%} | {kept:.1%} | {nll:.5f} | {difference:+.5f} |", flush=True)
+        print(f"| {dtype} | {size:,} | {equal:.1%} | {kept:.1%} | {nll:.6f} | {difference:+.1e} |", flush=True)
     print(f"\n{json.dumps(results)}")
 
 
