@@ -39,6 +39,7 @@ setup(
             "lm_eval>=0.4.13",
             "pyarrow<26",  # which lm_eval's datasets bring; from 26 on it breaks on the numpy that MindSpore needs
         ],
+        "bench": ["matplotlib>=3.8"],  # scripts/bench_generate.py --plot
         # MindSpore Transformers itself, never imported here at import time. Its release 2.1 asks for packages that PyPI
         # does not have on every platform (hyper-parallel), so this extra works where those are installed.
         "mindformers": ["mindformers>=2.1,<3"],

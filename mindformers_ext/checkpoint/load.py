@@ -112,7 +112,7 @@ class WeightReader:
             **vars(self.report), read_parameters=len(read), read_values=sum(read), read_files=self._used_files()
         )
 
-    def read(self, name: str, region: Region | None = None) -> np.ndarray:
+    def read(self, name: str, region: Region | None = None, as_bits: bool = False) -> np.ndarray:
         """Reads one parameter: of its type (float32 or int32), C-contiguous, writable, shared with nobody.
 
         Its memory is allocated once, and every tensor is read straight into its place. Of a part, only the values that
@@ -121,6 +121,7 @@ class WeightReader:
         Args:
             name: the parameter.
             region: the part of it that is wanted, which comes in ``region.shape``; None for all.
+            as_bits: where all its tensors are stored in bfloat16, return their bits as uint16.
 
         Raises:
             CheckpointError: if a file changed since it was opened, or an id does not fit int32 or names nothing.
@@ -128,7 +129,9 @@ class WeightReader:
             ValueError: if the region is one of another shape.
         """
         match = self._matches[name]
-        mapping, parameter = match.mapping, np.empty(match.mapping.shape, match.mapping.dtype)
+        mapping = match.mapping
+        as_bits = as_bits and all(not isinstance(t, QuantizedTensor) and t.dtype == "BF16" for t in match.tensors)
+        parameter = np.empty(mapping.shape, np.uint16 if as_bits else mapping.dtype)
         views = match.parts(parameter)
         fits = [view.size for view in views] == [math.prod(shape) for shape in match.shapes]
         if not fits or not all(np.may_share_memory(view, parameter) for view in views if view.size):
@@ -189,6 +192,7 @@ def load_weights(
     assign: Callable[[str, np.ndarray], None],
     regions: Mapping[str, Region] | None = None,
     share: tuple[int, int] = _ALONE,
+    takes_bits: Callable[[str], bool] = lambda name: False,
 ) -> LoadReport:
     """Checks a checkpoint, then reads it and hands over each parameter once.
 
@@ -204,6 +208,7 @@ def load_weights(
         regions: the part of each parameter that this process holds; parameters without one are left out. None: all.
         share: number of this process and of all that load this checkpoint together; stored copies are compared with
             their originals once, each process its share of the rows.
+        takes_bits: tells whether a parameter that is stored in bfloat16 may be handed over as its bits, uint16.
 
     Raises:
         FileNotFoundError: if the path does not exist.
@@ -212,10 +217,9 @@ def load_weights(
     """
     with open_weights(path, layout, share) as reader:
         for mapping in layout.mappings:
-            if regions is None:
-                assign(mapping.name, reader.read(mapping.name))
-            elif mapping.name in regions:
-                assign(mapping.name, reader.read(mapping.name, regions[mapping.name]))
+            if regions is None or mapping.name in regions:
+                region = None if regions is None else regions[mapping.name]
+                assign(mapping.name, reader.read(mapping.name, region, takes_bits(mapping.name)))
         return reader.load_report()
 
 

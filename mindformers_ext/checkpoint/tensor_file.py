@@ -123,7 +123,9 @@ class StoredTensor:
     def read_into(
         self, target: np.ndarray, shape: tuple[int, ...] | None = None, box: tuple[slice, ...] | None = None
     ) -> None:
-        """Writes values into an array of any shape and strides, in C order; BF16 as the numbers it stands for.
+        """Writes values into an array of any shape and strides, in C order.
+
+        BF16 comes as the numbers it stands for, or into an array of uint16 as its bits.
 
         Args:
             target: the array, of the shape of the box.
@@ -140,7 +142,7 @@ class StoredTensor:
             values = part_of(self.window(first, count, ahead=count == part.size), part.shape, shape, box)
             if target.dtype.kind == "i" and target.itemsize < values.itemsize:
                 self._check_range(values, target.dtype)
-            scatter(values, part, widen_into if self.dtype == "BF16" else _copy)
+            scatter(values, part, widen_into if self.dtype == "BF16" and target.dtype != np.uint16 else _copy)
 
     def _check_range(self, values: np.ndarray, dtype: np.dtype) -> None:
         low, high = int(values.min()), int(values.max())

@@ -280,6 +280,8 @@ def _warnings(config: TrainConfig) -> Iterator[str]:
         if named:
             yield f"no effect in predict: {', '.join(named)}"
         return
+    if config.checkpoint.weight_dtype != "auto":
+        yield "no effect: checkpoint.weight_dtype (training keeps weights in float32; run_mode: predict follows it)"
     for reason, keys in NO_EFFECT.items():
         named = [key for key in keys if _asks(config, key)]
         if named:

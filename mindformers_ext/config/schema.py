@@ -60,8 +60,6 @@ PathList = Annotated[list[Name], Check("with at least one entry", lambda value: 
 class CheckpointSection(Section):
     """Where weights are read from and saved to."""
 
-    reserved: ClassVar[Mapping[str, str]] = {"weight_dtype": "not supported yet; remove this key"}
-
     enable_save: bool = True
     save_path: str = ""
     save_max: Count = 5
@@ -71,6 +69,7 @@ class CheckpointSection(Section):
     prefix: Name | None = "checkpoint"
     remove_redundancy: bool = False
     load_path: str = ""
+    weight_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     save_trainable_only: bool = False
     base_load_path: str = ""
     load_balanced: bool = False

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from mindspore import Tensor, nn
 
+from mindformers_ext import ops
 from mindformers_ext.models.attention import SelfAttention
 from mindformers_ext.models.cache import LayerState
 from mindformers_ext.models.config import TransformerConfig
@@ -91,6 +92,21 @@ class TransformerLayer(nn.Cell):
         hidden, normed = self.pre_mlp_layernorm.add(hidden, self._attend(normed, context, state))
         return hidden, self._feed_forward(normed, context)
 
+    def packed_weights(
+        self, context: ForwardContext
+    ) -> tuple[ops.AttentionBlock, ops.PackedWeight, ops.PackedWeight] | None:
+        """Returns the weights of attention and MLP of a dense layer with grouped-query attention if they are packed."""
+        attention = self.self_attention.packed_block(context)
+        fc1, fc2 = self.mlp.packed
+        return None if attention is None or fc1 is None or fc2 is None else (attention, fc1, fc2)
+
+    def packed_layer(
+        self, attention: ops.AttentionBlock, fc1: ops.PackedWeight, fc2: ops.PackedWeight
+    ) -> ops.DenseLayer:
+        """Returns the layer for `ops.dense_layers`, from what `packed_weights` gave."""
+        norms = [norm.scale.asnumpy().copy() for norm in (self.input_layernorm, self.pre_mlp_layernorm)]
+        return ops.DenseLayer(norms[0], attention, norms[1], fc1, fc2)
+
     def _attend(self, normed: Tensor, context: ForwardContext, state: LayerState | None) -> Tensor:
         return self._tp.all_reduce(self.self_attention(normed, context, state))
 
@@ -133,6 +149,12 @@ class TransformerBlock(nn.Cell):
         layer = TransformerLayer if hyper is None else HyperConnectionLayer
         self.layers = NumberedLayers({number: layer(shard, number) for number in shard.layers})
         self.streams, self.is_first = 1 if hyper is None else hyper.num_residual_streams, shard.is_first
+        self._is_dense = self.streams == 1 and shard.context.tp.size == 1 and len(self.layers) > 0
+        self._is_dense = self._is_dense and all(
+            isinstance(layer.self_attention, SelfAttention) and layer.is_dense for layer in self.layers
+        )
+        self._stack: ops.DenseLayers | None = None
+        self._eps, self._clamp_value = config.layernorm_epsilon, config.activation_func_clamp_value
         self.hc_head = None
         if shard.is_last:
             self.hc_head = None if hyper is None else HyperHead(config)
@@ -159,6 +181,9 @@ class TransformerBlock(nn.Cell):
             What `finish` or the next stage takes: the residual stream, float32 ``[B * S, H]``, or n of them,
             ``[B * S, n * H]``.
         """
+        stack = self._dense_stack(context)
+        if stack is not None:
+            return self._run_dense(stack, hidden, context, states)
         update = None
         if self.is_first and self.streams > 1:
             hidden = hidden.tile((1, self.streams))
@@ -166,6 +191,28 @@ class TransformerBlock(nn.Cell):
             with joined(layer):
                 hidden, update = layer(hidden, update, context, state)
         return hidden if update is None else hidden + update
+
+    def _dense_stack(self, context: ForwardContext) -> ops.DenseLayers | None:
+        """Returns the layers for `ops.dense_layers`; None unless all are dense, packed and on this process alone."""
+        if not self._is_dense:
+            return None
+        weights = [layer.packed_weights(context) for layer in self.layers]
+        if self._stack is None or [layer.packed for layer in self._stack.layers] != weights:
+            layers = [layer.packed_layer(*taken) for layer, taken in zip(self.layers, weights, strict=True) if taken]
+            if len(layers) < len(weights):
+                return None
+            self._stack = ops.DenseLayers(layers, self._eps, self._clamp_value)
+        return self._stack
+
+    def _run_dense(
+        self, stack: ops.DenseLayers, hidden: Tensor, context: ForwardContext, states: Sequence[LayerState | None]
+    ) -> Tensor:
+        taken = [
+            layer.self_attention.slots_for(context, state) for layer, state in zip(self.layers, states, strict=True)
+        ]
+        buffers = [pair for _, pair in taken]
+        visible = context.visible(buffers[0][0].shape[2])
+        return ops.dense_layers(stack, hidden, context.rotary(), visible, buffers, taken[0][0])
 
     def finish(self, hidden: Tensor) -> Tensor:
         """Turns rows of the residual stream into what the head takes, float32 ``[N, H]``; in the last stage."""

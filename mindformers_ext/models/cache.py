@@ -201,6 +201,13 @@ class KeyValueState(SlotState):
         """Values ``[B, heads, capacity, D]``."""
         return self.buffers[1]
 
+    def extend(self, count: int) -> int:
+        """Makes room for ``count`` more tokens, which the caller writes; returns the slot of the first of them."""
+        start = self.length
+        self.reserve(start + count)
+        self.length = start + count
+        return start
+
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Appends keys and values ``[B, heads, S, D]``.
 

@@ -123,6 +123,23 @@ class ForwardContext:
             self._biases[slots] = Tensor.from_numpy(bias)
         return self._biases[slots]
 
+    def visible(self, slots: int) -> np.ndarray | Tensor:
+        """Returns what each new token may see, as `ops.attention_block` takes it.
+
+        The first slot of each row, int64 ``[B]``, where pads come first and causality says the rest; else `bias`.
+        """
+        if self.has_additive_mask:
+            return self.bias(slots)
+        first = self.cached("first slots", self._first_slots)
+        return self.bias(slots) if first is None else first
+
+    def _first_slots(self) -> np.ndarray | None:
+        if self.real is None:
+            return np.zeros(self.batch, np.int64)
+        if (self.real[:, 1:] < self.real[:, :-1]).any():
+            return None
+        return self.real.shape[1] - self.real.sum(1, dtype=np.int64)
+
     def cached(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """Returns what ``make()`` gives, which is called once a key: for what several layers derive from the tokens."""
         if key not in self._cached:

@@ -15,13 +15,14 @@ from mindformers_ext.models.config import TransformerConfig
 from mindformers_ext.models.context import ForwardContext
 from mindformers_ext.models.context_parallel import SharedState
 from mindformers_ext.models.families import weight_layout
-from mindformers_ext.models.layers import LanguageModelEmbedding, Linear, initialise
+from mindformers_ext.models.layers import LanguageModelEmbedding, Linear, Packable, initial_values
 from mindformers_ext.models.rope import rotary_tables
 from mindformers_ext.models.sequence_share import SequenceShare, share_of
 from mindformers_ext.models.shard import ModelShard, shard_of
 from mindformers_ext.models.weights import WeightLayout
 from mindformers_ext.parallel.plan import Region
 from mindformers_ext.parallel.sharded_parameters import ShardedParameters
+from mindformers_ext.runtime import logger
 
 _SCORED_AT_ONCE = 2**24  # logits that exist at the same time where tokens are scored
 
@@ -48,6 +49,8 @@ class GPTModel(nn.Cell):
             self.output_layer = Linear(config.hidden_size, end - first)
         self._parameters_by_name = self.parameters_dict()
         self._rotary = rotary_tables(config)
+        self._weight_dtype: str | None = None
+        self._packable = _packable_parameters(self)
         self._sharded: ShardedParameters | None = None
         if self.model_shard.context.dims.degree("fsdp") > 1:
             self._sharded = ShardedParameters(self._parameters_by_name, self.model_shard.sharing)
@@ -205,20 +208,52 @@ class GPTModel(nn.Cell):
         """Returns the part of each parameter that `set_weight` takes on this process."""
         return self.model_shard.stored_regions(self.weight_layout())
 
+    def prepare_prediction(self, weight_dtype: str = "auto") -> None:
+        """Lets `set_weight` keep large weights in the order and type in which a prediction reads them fastest.
+
+        Where C++ kernels are at hand they are packed for them. Elsewhere, and where parameters are spread over
+        processes (FSDP), they stay float32 and only their values are rounded. The model cannot be trained afterwards.
+
+        Args:
+            weight_dtype: ``float32``, ``bfloat16``, ``int8`` (one scale for each output), or ``auto``: bfloat16 for
+                weights that are given so, float32 for others, which both give the values that were given.
+        """
+        self._weight_dtype = weight_dtype
+        if self._sharded is not None and weight_dtype in ("bfloat16", "int8"):
+            logger.info("weights are rounded to %s but stay float32 in memory, where FSDP joins them", weight_dtype)
+
+    def packed_weights(self) -> list[ops.PackedWeight]:
+        """Returns the matrices that are packed, that of a tied embedding once."""
+        cells = {id(cell): cell for cell, _ in self._packable.values()}.values()
+        return [weight for cell in cells for weight in cell.packed_weights()]
+
+    def takes_bits(self, name: str) -> bool:
+        """Tells whether `set_weight` takes the bits of bfloat16 values (uint16) for a parameter."""
+        return name in self._packable and self._packs()
+
     def set_weight(self, name: str, array: np.ndarray) -> None:
         """Makes ``array`` (float32 or int32, C-contiguous) the memory of parameter ``name``, without a copy.
 
+        After `prepare_prediction` it is packed or rounded instead.
+
         Raises:
             KeyError: no such parameter.
-            ValueError: the shape differs.
+            ValueError: the shape differs, or the type of weights cannot hold a value.
         """
         parameter = self._parameters_by_name[name]
+        if self._sharded is None and parameter.shape != array.shape:
+            raise ValueError(f"{name} has shape {parameter.shape}, not {array.shape}")
+        if name in self._packable and self._weight_dtype is not None:
+            try:
+                if self._keep(name, array):
+                    return
+                array = self._rounded(name, array)
+            except ValueError as error:
+                raise ValueError(f"{name} cannot be kept as {self._weight_dtype}: {error}") from error
         if self._sharded is not None:
             self._sharded.store(name, array)
-            return
-        if parameter.shape != array.shape:
-            raise ValueError(f"{name} has shape {parameter.shape}, not {array.shape}")
-        parameter.set_data(Tensor.from_numpy(array))
+        else:
+            parameter.set_data(Tensor.from_numpy(array))
 
     def weight(self, name: str) -> np.ndarray:
         """Returns what `set_weight` set, or training made of it: the part that `weight_regions` says, to be read only.
@@ -228,6 +263,11 @@ class GPTModel(nn.Cell):
         """
         if self._sharded is not None:
             return self._sharded.stored(name)
+        if name in self._packable:
+            cell, local = self._packable[name]
+            unpacked = cell.unpack(local)
+            if unpacked is not None:
+                return unpacked
         return self._parameters_by_name[name].asnumpy()
 
     def init_weights(self, seed: int) -> None:
@@ -238,8 +278,35 @@ class GPTModel(nn.Cell):
         """
         generator = np.random.default_rng(seed)
         std = self.config.init_method_std
-        for _, parameter in self.parameters_and_names():
-            initialise(parameter, std, std / (2 * self.config.num_layers) ** 0.5, generator)
+        for name, parameter in self._parameters_by_name.items():
+            values = initial_values(parameter, std, std / (2 * self.config.num_layers) ** 0.5, generator)
+            if name in self._packable and self._weight_dtype is not None:
+                self.set_weight(name, values)
+            else:
+                parameter.set_data(Tensor.from_numpy(values))
+
+    def _packs(self) -> bool:
+        return self._weight_dtype is not None and self._sharded is None and ops.can_pack()
+
+    def _keep(self, name: str, values: np.ndarray) -> bool:
+        """Packs the values of a parameter; False if that has to hold them."""
+        cell, local = self._packable[name]
+        return self._packs() and cell.pack(local, values, self._dtype_of(cell, values))
+
+    def _rounded(self, name: str, values: np.ndarray) -> np.ndarray:
+        cell, local = self._packable[name]
+        if self._packs() or values.ndim == 1:  # a bias
+            return values
+        # Experts are stored with their outputs last.
+        axis = -2 if values.ndim == 3 else -1
+        return np.ascontiguousarray(ops.rounded(values, self._dtype_of(cell, values), axis))
+
+    def _dtype_of(self, cell: Packable, values: np.ndarray) -> str:
+        if not cell.narrow or self._weight_dtype is None:
+            return "float32"
+        if self._weight_dtype == "auto":
+            return "bfloat16" if values.dtype == np.uint16 else "float32"
+        return self._weight_dtype
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Final norm and logits: float32 ``[N, H]`` to ``[N, V]``."""
@@ -256,7 +323,7 @@ class GPTModel(nn.Cell):
         """Gives what turns normed rows into logits."""
         if self.config.tie_word_embeddings:
             with self._joined(self.embedding):
-                yield lambda normed: ops.linear(normed, self.embedding.word_embeddings.weight)
+                yield lambda normed: ops.linear(normed, self.embedding.table)
         else:
             with self._joined(self.output_layer):
                 yield self.output_layer
@@ -267,3 +334,12 @@ class GPTModel(nn.Cell):
             return nullcontext()
         mine = {id(parameter) for cell in cells if cell is not None for parameter in cell.get_parameters()}
         return self._sharded.gathered({n: p for n, p in self._parameters_by_name.items() if id(p) in mine})
+
+
+def _packable_parameters(model: nn.Cell) -> dict[str, tuple[Packable, str]]:
+    """Returns, by parameter name, the block that can pack a parameter and the name that it has there."""
+    return {
+        f"{name}.{local}": (cell, local)
+        for name, cell in model.cells_and_names()
+        for local in getattr(cell, "packable", ())
+    }

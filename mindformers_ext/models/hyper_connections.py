@@ -27,7 +27,7 @@ class HyperConnection(nn.Cell):
         super().__init__()
         hyper = hyper_config(config)
         streams = hyper.num_residual_streams
-        self.mapping_proj = Linear(streams * config.hidden_size, (2 + streams) * streams)
+        self.mapping_proj = Linear(streams * config.hidden_size, (2 + streams) * streams, packing=None)
         self.alpha = empty_parameter(3, initial=1.0)
         self.bias = empty_parameter((2 + streams) * streams, initial=0.0)
         self.iterations, self.eps = hyper.mhc_sinkhorn_iterations, hyper.mhc_layernorm_epsilon
@@ -52,7 +52,7 @@ class HyperHead(nn.Cell):
         super().__init__()
         hyper = hyper_config(config)
         streams = hyper.num_residual_streams
-        self.hc_fn = Linear(streams * config.hidden_size, streams)
+        self.hc_fn = Linear(streams * config.hidden_size, streams, packing=None)
         self.hc_scale = empty_parameter(1, initial=1.0)
         self.hc_base = empty_parameter(streams, initial=0.0)
         self.eps, self.norm_eps = hyper.mhc_layernorm_epsilon, config.layernorm_epsilon

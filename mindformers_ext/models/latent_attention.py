@@ -68,7 +68,7 @@ class MLASelfAttention(nn.Cell):
             self.q_layernorm = RMSNorm(mla.q_lora_rank, _NORM_EPS)
             self.linear_qb = Linear(mla.q_lora_rank, self.heads * head_dim)
         self.k_layernorm = RMSNorm(mla.kv_lora_rank, _NORM_EPS)
-        self.linear_kvb = Linear(mla.kv_lora_rank, self.heads * (mla.qk_head_dim + mla.v_head_dim))
+        self.linear_kvb = Linear(mla.kv_lora_rank, self.heads * (mla.qk_head_dim + mla.v_head_dim), packing=None)
         self.linear_proj = Linear(self.heads * mla.v_head_dim, hidden, config.add_proj_bias, initial="residual")
 
     def construct(self, x: Tensor, context: ForwardContext, state: Any = None) -> Tensor:

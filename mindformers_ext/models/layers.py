@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
 import mindspore as ms
 import numpy as np
@@ -32,18 +33,93 @@ def empty_parameter(*shape: int, initial: float | str | Initial = "normal", dtyp
 
 
 class Linear(nn.Cell):
-    """``x weight^T + bias`` for x float32 ``[N, in_channels]``."""
+    """``x weight^T + bias`` for x float32 ``[N, in_channels]``.
+
+    Args:
+        in_channels: inputs.
+        out_channels: outputs.
+        has_bias: adds a bias.
+        initial: see `empty_parameter`.
+        packing: in a prediction ``narrow`` weights are packed in the type that was asked for, ``float32`` ones (which
+            choose or gate) in that type; None keeps the parameter, which other operations read as it is.
+        order: how rows lie in a packed weight, see `ops.PackedWeight`.
+
+    Attributes:
+        packed: the weight as `pack` left it; None while it is in the parameter.
+    """
 
     def __init__(
-        self, in_channels: int, out_channels: int, has_bias: bool = False, initial: float | str | Initial = "normal"
+        self,
+        in_channels: int,
+        out_channels: int,
+        has_bias: bool = False,
+        initial: float | str | Initial = "normal",
+        packing: Literal["narrow", "float32"] | None = "narrow",
+        order: str = "plain",
     ) -> None:
         super().__init__()
         self.weight = empty_parameter(out_channels, in_channels, initial=initial)
         self.bias = empty_parameter(out_channels, initial=0.0) if has_bias else None
+        self.packed: ops.PackedWeight | None = None
+        self.packable = () if packing is None else ("weight", "bias") if has_bias else ("weight",)
+        self.narrow = packing == "narrow"
+        self._order = order
+        self._bias_values: np.ndarray | None = None
 
     def construct(self, x: Tensor) -> Tensor:
         """Returns float32 ``[N, out_channels]``."""
-        return ops.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias) if self.packed is None else ops.linear(x, self.packed)
+
+    def pack(self, name: str, values: np.ndarray, dtype: str) -> bool:
+        """See `Packable.pack`."""
+        if name == "weight":
+            self.packed = ops.PackedWeight(values, dtype, self._order)
+        else:
+            self._bias_values = values
+        if self.packed is not None and self._bias_values is not None:
+            self.packed.set_bias(self._bias_values)
+        return name == "weight"
+
+    def unpack(self, name: str) -> np.ndarray | None:
+        """See `Packable.unpack`."""
+        return None if name != "weight" or self.packed is None else all_rows(self.packed)
+
+    def packed_weights(self) -> Sequence[ops.PackedWeight]:
+        """See `Packable.packed_weights`."""
+        return () if self.packed is None else (self.packed,)
+
+
+class Packable(Protocol):
+    """A block that can keep weights of a prediction in the order and type of the products that read them.
+
+    Attributes:
+        packable: its parameters that `pack` takes, by their names within the block.
+        narrow: whether their type may be another one than float32.
+    """
+
+    packable: tuple[str, ...]
+    narrow: bool
+
+    def pack(self, name: str, values: np.ndarray, dtype: str) -> bool:
+        """Takes the values of a parameter, float32 or uint16 (bits of bfloat16); False if the parameter has to as well.
+
+        Raises:
+            ValueError: a value that the type cannot hold.
+        """
+        ...
+
+    def unpack(self, name: str) -> np.ndarray | None:
+        """Returns what `pack` took as float32 values of the parameter's shape; None if that has them itself."""
+        ...
+
+    def packed_weights(self) -> Sequence[ops.PackedWeight]:
+        """Returns the matrices that are packed."""
+        ...
+
+
+def all_rows(weight: ops.PackedWeight) -> np.ndarray:
+    """Returns the whole of a packed weight, float32 ``[rows, depth]``."""
+    return weight.read_rows(np.arange(weight.shape[0]))
 
 
 class RMSNorm(nn.Cell):
@@ -87,32 +163,62 @@ class MLP(nn.Cell):
         super().__init__()
         bias, width = config.add_mlp_bias, ffn_hidden_size or config.ffn_hidden_size
         self.clamp_value = config.activation_func_clamp_value
-        self.linear_fc1 = Linear(config.hidden_size, 2 * width, bias)
+        self.linear_fc1 = Linear(config.hidden_size, 2 * width, bias, order="alternate")
         self.linear_fc2 = Linear(width, config.hidden_size, bias, initial="residual")
+
+    @property
+    def packed(self) -> tuple[ops.PackedWeight | None, ops.PackedWeight | None]:
+        """Both weights if they are packed."""
+        return self.linear_fc1.packed, self.linear_fc2.packed
 
     def construct(self, x: Tensor) -> Tensor:
         """Maps float32 ``[N, H]`` to ``[N, H]``."""
+        fc1, fc2 = self.packed
+        if fc1 is not None and fc2 is not None:
+            return ops.mlp(x, fc1, fc2, self.clamp_value)
         return self.linear_fc2(ops.swiglu(self.linear_fc1(x), self.clamp_value))
 
 
 class LanguageModelEmbedding(nn.Cell):
     """Token embedding; under tensor parallelism each process holds the rows of some ids, and the sum has all."""
 
+    packable = ("word_embeddings.weight",)
+    narrow = True
+
     def __init__(self, shard: ModelShard) -> None:
         super().__init__()
         self._tp, self._first, self._end = shard.context.tp, *shard.vocab
         self.word_embeddings = nn.Cell()
         self.word_embeddings.weight = empty_parameter(self._end - self._first, shard.config.hidden_size)
+        self._packed: ops.PackedWeight | None = None
+
+    @property
+    def table(self) -> Tensor | ops.PackedWeight:
+        """A row for each id that this process holds, ``[., H]``."""
+        return self.word_embeddings.weight if self._packed is None else self._packed
 
     def construct(self, ids: Tensor) -> Tensor:
         """Maps int32 ids of any shape to float32 ``[..., H]``."""
         if self._tp.size == 1:
-            return ops.embedding(ids, self.word_embeddings.weight)
-        return self._tp.all_reduce(ops.embedding_part(ids, self.word_embeddings.weight, self._first))
+            return ops.embedding(ids, self.table)
+        return self._tp.all_reduce(ops.embedding_part(ids, self.table, self._first))
+
+    def pack(self, name: str, values: np.ndarray, dtype: str) -> bool:
+        """See `Packable.pack`."""
+        self._packed = ops.PackedWeight(values, dtype)
+        return True
+
+    def unpack(self, name: str) -> np.ndarray | None:
+        """See `Packable.unpack`."""
+        return None if self._packed is None else all_rows(self._packed)
+
+    def packed_weights(self) -> Sequence[ops.PackedWeight]:
+        """See `Packable.packed_weights`."""
+        return () if self._packed is None else (self._packed,)
 
 
-def initialise(parameter: Parameter, std: float, residual_std: float, generator: np.random.Generator) -> None:
-    """Gives a parameter of `empty_parameter` its first values."""
+def initial_values(parameter: Parameter, std: float, residual_std: float, generator: np.random.Generator) -> np.ndarray:
+    """Returns the first values of a parameter of `empty_parameter`, of its type."""
     initial, shape = parameter.initial, parameter.shape
     if callable(initial):
         values = initial(generator, shape)
@@ -122,4 +228,4 @@ def initialise(parameter: Parameter, std: float, residual_std: float, generator:
     else:
         values = np.full(shape, initial)
     dtype = np.int32 if parameter.dtype == ms.int32 else np.float32
-    parameter.set_data(Tensor.from_numpy(np.ascontiguousarray(values, dtype)))
+    return np.ascontiguousarray(values, dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
@@ -10,7 +12,7 @@ from mindformers_ext import ops
 from mindformers_ext.models.config import MoEConfig, TransformerConfig
 from mindformers_ext.models.context import ForwardContext
 from mindformers_ext.models.expert_parallel import TokenExchange
-from mindformers_ext.models.layers import MLP, Linear, empty_parameter
+from mindformers_ext.models.layers import MLP, Linear, all_rows, empty_parameter
 from mindformers_ext.models.shard import ModelShard
 
 
@@ -53,15 +55,19 @@ class MoELayer(nn.Cell):
         return self._tp.all_reduce(routed if self.shared_experts is None else routed + self.shared_experts(x))
 
     def _run_experts(self, x: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
-        return ops.experts(x, ids, factors, self.experts.weight1, self.experts.weight2, self.clamp_value)
+        return ops.experts(x, ids, factors, *self.experts.weights, self.clamp_value)
 
 
 class Router(nn.Cell):
     """Chooses the experts of each token, by the scores of a linear layer or by a table."""
 
+    packable = ("weight",)
+    narrow = False
+
     def __init__(self, config: TransformerConfig, moe: MoEConfig, hashed: bool) -> None:
         super().__init__()
         self.weight = empty_parameter(moe.num_moe_experts, config.hidden_size)
+        self._packed: ops.PackedWeight | None = None
         self.tid2eid = None
         if hashed:
             experts = moe.num_moe_experts
@@ -84,17 +90,55 @@ class Router(nn.Cell):
         chosen = None
         if self.tid2eid is not None:
             chosen = self.tid2eid.asnumpy()[context.input_ids.asnumpy().reshape(-1)]
-        return ops.route(ops.linear(x, self.weight), self.routing, bias, chosen, context.real_rows)
+        logits = ops.linear(x, self.weight if self._packed is None else self._packed)
+        return ops.route(logits, self.routing, bias, chosen, context.real_rows)
+
+    def pack(self, name: str, values: np.ndarray, dtype: str) -> bool:
+        """See `Packable.pack`."""
+        self._packed = ops.PackedWeight(values, dtype)
+        return True
+
+    def unpack(self, name: str) -> np.ndarray | None:
+        """See `Packable.unpack`."""
+        return None if self._packed is None else all_rows(self._packed)
+
+    def packed_weights(self) -> Sequence[ops.PackedWeight]:
+        """See `Packable.packed_weights`."""
+        return () if self._packed is None else (self._packed,)
 
 
 class Experts(nn.Cell):
     """The weights of the routed experts: gate beside up ``[E, H, 2 F]``, and down ``[E, F, H]``."""
+
+    packable = ("weight1", "weight2")
+    narrow = True
 
     def __init__(self, config: TransformerConfig, moe: MoEConfig, count: int) -> None:
         super().__init__()
         hidden, ffn = config.hidden_size, moe.moe_ffn_hidden_size
         self.weight1 = empty_parameter(count, hidden, 2 * ffn)
         self.weight2 = empty_parameter(count, ffn, hidden, initial="residual")
+        self._packed: dict[str, ops.PackedStack] = {}
+
+    @property
+    def weights(self) -> tuple[Tensor | ops.PackedStack, Tensor | ops.PackedStack]:
+        """Both weights, as `ops.experts` takes them."""
+        if self._packed:
+            return self._packed["weight1"], self._packed["weight2"]
+        return self.weight1, self.weight2
+
+    def pack(self, name: str, values: np.ndarray, dtype: str) -> bool:
+        """See `Packable.pack`."""
+        self._packed[name] = ops.PackedStack(values, dtype, "beside" if name == "weight1" else "plain")
+        return True
+
+    def unpack(self, name: str) -> np.ndarray | None:
+        """See `Packable.unpack`."""
+        return self._packed[name].read() if name in self._packed else None
+
+    def packed_weights(self) -> Sequence[ops.PackedWeight]:
+        """See `Packable.packed_weights`."""
+        return [matrix for stack in self._packed.values() for matrix in stack.matrices]
 
 
 class SharedExperts(MLP):
@@ -102,7 +146,9 @@ class SharedExperts(MLP):
 
     def __init__(self, config: TransformerConfig, moe: MoEConfig) -> None:
         super().__init__(config, moe.moe_shared_expert_intermediate_size)
-        self.shared_experts_gate = Linear(config.hidden_size, 1) if moe.use_shared_expert_gating else None
+        self.shared_experts_gate = (
+            Linear(config.hidden_size, 1, packing="float32") if moe.use_shared_expert_gating else None
+        )
 
     def construct(self, x: Tensor) -> Tensor:
         """Maps float32 ``[N, H]`` to ``[N, H]``."""

@@ -9,6 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from mindformers_ext import ops
 from mindformers_ext.models.cache import LayerState, take_numbers, view_rows
 from mindformers_ext.models.gpt_model import GPTModel
 from mindformers_ext.models.weights import WeightLayout
@@ -87,6 +88,18 @@ class PipelineModel(nn.Cell):
     def weight_regions(self) -> dict[str, Region]:
         """See `GPTModel.weight_regions`."""
         return self.stage.weight_regions()
+
+    def prepare_prediction(self, weight_dtype: str = "auto") -> None:
+        """See `GPTModel.prepare_prediction`."""
+        self.stage.prepare_prediction(weight_dtype)
+
+    def packed_weights(self) -> list[ops.PackedWeight]:
+        """See `GPTModel.packed_weights`."""
+        return self.stage.packed_weights()
+
+    def takes_bits(self, name: str) -> bool:
+        """See `GPTModel.takes_bits`."""
+        return self.stage.takes_bits(name)
 
     def set_weight(self, name: str, array: np.ndarray) -> None:
         """See `GPTModel.set_weight`."""

@@ -258,7 +258,7 @@ class Indexer(nn.Cell):
         )
         self.scale = (self.dim * self.heads) ** -0.5
         self.linear_wq_b = Linear(sparse.q_lora_rank, self.heads * self.dim)
-        self.linear_weights_proj = Linear(config.hidden_size, self.heads)
+        self.linear_weights_proj = Linear(config.hidden_size, self.heads, packing="float32")
         self.compressor = Compressor(config, self.dim, sparse.csa_compress_rate, series=2)
         for parameter in self.get_parameters():
             parameter.requires_grad = False

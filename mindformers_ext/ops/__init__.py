@@ -29,7 +29,18 @@ from mindformers_ext.ops.delta_rule import causal_conv, delta_gates, gated_delta
 from mindformers_ext.ops.hyper_connections import hyper_collapse, hyper_expand, hyper_head
 from mindformers_ext.ops.latent_attention import absorbed_attention, latent_heads, split_latent
 from mindformers_ext.ops.moe import Routing, experts, route
-from mindformers_ext.ops.reference import embedding, embedding_part
+from mindformers_ext.ops.native import packed
+from mindformers_ext.ops.native.build import num_threads
+from mindformers_ext.ops.native.packed import (
+    AttentionBlock,
+    DenseLayer,
+    DenseLayers,
+    PackedStack,
+    PackedWeight,
+    attention_block,
+    dense_layers,
+    mlp,
+)
 from mindformers_ext.ops.sparse_attention import (
     grouped_linear,
     partial_rotary,
@@ -37,16 +48,25 @@ from mindformers_ext.ops.sparse_attention import (
     window_attention,
 )
 from mindformers_ext.ops.token_scores import token_scores
+from mindformers_ext.ops.weights import can_pack, rounded
 
 __all__ = [
+    "AttentionBlock",
+    "DenseLayer",
+    "DenseLayers",
+    "PackedStack",
+    "PackedWeight",
     "Routing",
     "absorbed_attention",
     "add_rms_norm",
     "attention",
+    "attention_block",
+    "can_pack",
     "causal_conv",
     "compressor_gates",
     "cross_entropy",
     "delta_gates",
+    "dense_layers",
     "describe",
     "embedding",
     "embedding_part",
@@ -62,6 +82,7 @@ __all__ = [
     "join_weights",
     "latent_heads",
     "linear",
+    "mlp",
     "move_rows",
     "partial_attention",
     "partial_rotary",
@@ -69,6 +90,7 @@ __all__ = [
     "qkv_heads",
     "read_ring",
     "rms_norm",
+    "rounded",
     "route",
     "select_blocks",
     "sigmoid",
@@ -96,30 +118,59 @@ def _implementation() -> ModuleType:
 
 def describe() -> dict[str, str]:
     """Returns which implementation is in use, by kind of operation."""
-    small = "mindspore"
+    small = products = "mindspore"
     if device_target() == "CPU":
         small = "C++" if native.available() else "numpy"
+    if can_pack():
+        products = f"C++, {native.instruction_set()}, {num_threads()} threads, weights of 32, 16 or 8 bits"
     return {
         "device": device_target(),
-        "products of up to 32 rows": "C++" if small == "C++" else "mindspore",
-        "larger products": "mindspore",
+        "products of a prediction": products,
+        "other products of up to 32 rows": "C++" if small == "C++" else "mindspore",
+        "other products": "mindspore",
         "element-wise": small,
         "element-wise with gradient": "numpy" if device_target() == "CPU" else "mindspore",
     }
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """``x weight^T + bias``.
 
     Args:
         x: float32 ``[N, in]``.
-        weight: float32 ``[out, in]``.
+        weight: float32 ``[out, in]``, or packed, with its bias.
         bias: float32 ``[out]``.
 
     Returns:
         float32 ``[N, out]``.
     """
+    if isinstance(weight, PackedWeight):
+        return packed.product(x, weight)
     return (native if _implementation() is native else reference).linear(x, weight, bias)
+
+
+def embedding(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
+    """Rows ``ids`` (int32, any shape) of ``table`` ``[V, H]``, as float32 ``[..., H]``."""
+    if isinstance(table, PackedWeight):
+        return Tensor.from_numpy(table.read_rows(ids.asnumpy()))
+    return reference.embedding(ids, table)
+
+
+def embedding_part(ids: Tensor, table: Tensor | PackedWeight, first: int) -> Tensor:
+    """Rows of ids from ``first`` on, which ``table`` ``[R, H]`` holds; zeros for all other ids.
+
+    Args:
+        ids: int32 of any shape.
+        table: the rows of the ids ``first`` to ``first + R - 1``.
+        first: smallest of these ids.
+    """
+    if not isinstance(table, PackedWeight):
+        return reference.embedding_part(ids, table, first)
+    local = ids.asnumpy() - np.int32(first)
+    inside = (local >= 0) & (local < table.shape[0])
+    rows = table.read_rows(np.where(inside, local, 0))
+    rows[~inside] = 0
+    return Tensor.from_numpy(rows)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

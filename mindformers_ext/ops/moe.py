@@ -12,6 +12,7 @@ from mindspore.common._grad_function import _Function
 
 from mindformers_ext.ops import autograd, host, native
 from mindformers_ext.ops.backend import device_target, recording_gradient
+from mindformers_ext.ops.native.packed import PackedStack, packed_experts
 
 _NOT_CHOSEN = np.float32(-np.inf)
 _TINY = 1e-20
@@ -128,20 +129,32 @@ def _reference_choice(scores: Tensor, routing: Routing, bias: Tensor | None) -> 
     return ops.topk(ranked, routing.top_k)[1].astype(ms.int32)
 
 
-def experts(x: Tensor, ids: Tensor, factors: Tensor, weight1: Tensor, weight2: Tensor, limit: float = 0.0) -> Tensor:
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    factors: Tensor,
+    weight1: Tensor | PackedStack,
+    weight2: Tensor | PackedStack,
+    limit: float = 0.0,
+) -> Tensor:
     """Sends tokens through their experts and sums what comes back: one product an expert that has tokens.
 
     Args:
         x: float32 ``[N, H]``.
         ids: int32 ``[N, K]``, experts of each token, -1 for none.
         factors: float32 ``[N, K]``, their weights.
-        weight1: float32 ``[E, H, 2 F]``, gate beside up.
+        weight1: float32 ``[E, H, 2 F]``, gate beside up; or packed, and then so is ``weight2``.
         weight2: float32 ``[E, F, H]``.
         limit: see `mindformers_ext.ops.swiglu`.
 
     Returns:
         float32 ``[N, H]``: the sum over k of ``factors[:, k] * (silu(x gate) * (x up)) weight2``.
     """
+    if isinstance(weight1, PackedStack) and isinstance(weight2, PackedStack):
+        pairs = sort_by_expert(ids.asnumpy(), len(weight1.matrices))
+        return packed_experts(x, pairs, factors, weight1, weight2, limit)
+    if isinstance(weight1, PackedStack) or isinstance(weight2, PackedStack):
+        raise TypeError("either both weights of the experts are packed or none")
     if device_target() != "CPU":
         return _reference_experts(x, ids, factors, weight1, weight2, limit)
     if recording_gradient():

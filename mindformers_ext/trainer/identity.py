@@ -63,9 +63,15 @@ def run_identity(
         "predict": predict | {"dataset_field": dataset_field} | templates,
         "model": _model(model_config),
         "weights": weights,
+        "weight_dtype": _numbers_of(config.checkpoint.weight_dtype),
         "tokenizer": {} if tokenizer_folder is None else tokenizer_identity(tokenizer_folder),
         "versions": {name: found or "not installed" for name, found in package_versions(_PACKAGES).items()},
     }
+
+
+def _numbers_of(weight_dtype: str) -> str:
+    """What weights are rounded to: ``auto`` and ``float32`` both leave them as they are stored."""
+    return "as stored" if weight_dtype in ("auto", "float32") else weight_dtype
 
 
 def unrepeatable(what: str) -> str:

@@ -112,22 +112,38 @@ def protected_files(config: TrainConfig) -> dict[str, str]:
     return {name: path for name, path in files.items() if path}
 
 
-def load_model_weights(model: Any, path: str | os.PathLike[str], share: tuple[int, int] = (0, 1)) -> None:
+def load_model_weights(
+    model: Any, path: str | os.PathLike[str], share: tuple[int, int] = (0, 1), weight_dtype: str | None = None
+) -> None:
     """Fills a model from a checkpoint; one that the caller made without ``weight_layout()`` is used as it is.
 
     Args:
         model: the model, or this process' part of it.
         path: the checkpoint.
         share: number of this process and of all that load, see `load_weights`.
+        weight_dtype: ``checkpoint.weight_dtype`` of a prediction; None for a model that is trained.
 
     Raises:
         FileNotFoundError: the path does not exist.
-        ValueError: the checkpoint does not fit the model.
+        ValueError: the checkpoint does not fit the model, or the model cannot keep its weights in that type.
     """
+    takes_bits = getattr(model, "takes_bits", lambda name: False)
+    if weight_dtype is not None and hasattr(model, "prepare_prediction"):
+        model.prepare_prediction(weight_dtype)
+    elif weight_dtype in ("bfloat16", "int8"):
+        raise ValueError(
+            f"checkpoint.weight_dtype: {weight_dtype} needs a model with prepare_prediction(), which "
+            f"{type(model).__name__} has not; remove the key"
+        )
     if hasattr(model, "weight_layout"):
         regions = model.weight_regions() if hasattr(model, "weight_regions") else None
-        logger.info(
-            "weights: %s", load_weights(path, model.weight_layout(), model.set_weight, regions, share).summary()
-        )
+        report = load_weights(path, model.weight_layout(), model.set_weight, regions, share, takes_bits)
+        logger.info("weights: %s", report.summary())
+        packed: dict[str, int] = {}
+        for weight in model.packed_weights() if hasattr(model, "packed_weights") else ():
+            packed[weight.dtype] = packed.get(weight.dtype, 0) + weight.nbytes
+        if packed:
+            sizes = " and ".join(f"{size:,} bytes as {dtype}" for dtype, size in sorted(packed.items()))
+            logger.info("weights: packed for the products of a prediction, %s", sizes)
     else:
         logger.info("weights: the given model is used as it is, it has no weight_layout() to load them by")

@@ -538,5 +538,6 @@ class Trainer:
             return
         with self._waiting("loading the checkpoint", "start_timeout"), failing_together(self._context):
             world = self._context.world
-            load_model_weights(self.model, self.config.checkpoint.load_path, (world.rank, world.size))
+            section = self.config.checkpoint
+            load_model_weights(self.model, section.load_path, (world.rank, world.size), section.weight_dtype)
         self._weights_loaded = True

@@ -10,6 +10,7 @@ import numpy as np
 from mindspore import Tensor
 
 from mindformers_ext.ops import host, reference
+from mindformers_ext.ops.native import build
 from mindformers_ext.ops.native.build import load_library
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ def available() -> bool:
     if not _searched:
         _library, _searched = load_library(), True
     return _library is not None
+
+
+def instruction_set() -> str:
+    """Returns the vectors that the kernels were compiled for."""
+    return build.instruction_set(_kernels())
 
 
 def _kernels() -> ctypes.CDLL:

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from mindformers_ext.runtime import logger, world_size
@@ -20,7 +21,7 @@ _SOURCES = sorted(_FOLDER.glob("*.cpp"))
 _HEADERS = sorted(_FOLDER.glob("*.h"))
 # Contracted multiply-adds and no errno; infinities and nan keep their meaning.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-std=c++17")
-_COMPILE_SECONDS = 120
+_COMPILE_SECONDS = 300
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _SIGNATURES = {
     "mfx_set_threads": (ctypes.c_int,),
@@ -43,6 +44,16 @@ _SIGNATURES = {
     "mfx_index_scores": (*[_POINTER] * 4, *[_INT] * 6),
     "mfx_causal_conv": (_POINTER, _INT, *[_POINTER] * 3, *[_INT] * 4),
     "mfx_gated_delta_rule": (*[_POINTER] * 5, *[_INT] * 6),
+    "mfx_panel_rows": (),
+    "mfx_pack": (*[_POINTER] * 2, ctypes.c_int32, *[_INT] * 2, *[_POINTER] * 2),
+    "mfx_product": (*[_POINTER] * 3, _INT, _POINTER, _FLOAT),
+    "mfx_packed_rows": (*[_POINTER] * 2, _INT, _POINTER),
+    "mfx_attention_block": (*[_POINTER] * 10, *[_INT] * 5),
+    "mfx_read": (_POINTER, _INT),
+    "mfx_dense_layers": (_POINTER, _INT, *[_POINTER] * 8, *[_INT] * 5, _FLOAT, _FLOAT),
+    "mfx_sequences_at_once": (_INT, _INT),
+    "mfx_mlp": (*[_POINTER] * 5, _INT, _FLOAT),
+    "mfx_packed_experts": (*[_POINTER] * 8, _INT, _FLOAT),
     "mfx_gated_rms_norm": (*[_POINTER] * 2, _INT, *[_POINTER] * 2, *[_INT] * 3, _FLOAT),
 }
 
@@ -63,8 +74,17 @@ def load_library() -> ctypes.CDLL | None:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
+    for name in ("mfx_panel_rows", "mfx_sequences_at_once"):
+        getattr(library, name).restype = _INT
     library.mfx_set_threads(num_threads())
     return library
+
+
+def instruction_set(library: ctypes.CDLL) -> str:
+    """Returns the vectors that the kernels were compiled for."""
+    bits = 16 * int(library.mfx_panel_rows())
+    on_x86 = platform.machine() in ("x86_64", "AMD64")
+    return {512: "AVX-512", 256: "AVX2"}.get(bits, "SSE") if on_x86 else f"{bits}-bit vectors"
 
 
 def num_threads() -> int:
@@ -111,15 +131,22 @@ def _library_path() -> pathlib.Path:
 
 
 def _compile(library: pathlib.Path) -> None:
-    with tempfile.NamedTemporaryFile(dir=library.parent, suffix=".so", delete=False) as temporary:
-        sources = [str(path) for path in _SOURCES]
-        command = [*_compiler(), *_FLAGS, "-shared", "-fPIC", "-pthread", "-o", temporary.name, *sources]
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
-        os.replace(temporary.name, library)  # at once: another process may be compiling the same
-    except BaseException:
-        os.unlink(temporary.name)
-        raise
+    """Compiles the sources side by side and links them."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        objects = [pathlib.Path(folder, f"{source.stem}.o") for source in _SOURCES]
+        commands = [
+            [*_compiler(), *_FLAGS, "-fPIC", "-pthread", "-c", "-o", str(target), str(source)]
+            for source, target in zip(_SOURCES, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(num_threads()) as compilers:
+            list(compilers.map(_run, commands))
+        linked = pathlib.Path(folder, library.name)
+        _run([*_compiler(), "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
+        os.replace(linked, library)  # at once: another process may be compiling the same
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
 
 
 def _compiler() -> list[str]:

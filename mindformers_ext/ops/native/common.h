@@ -6,6 +6,8 @@
 #include <pthread.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include <algorithm>
@@ -34,6 +36,19 @@ typedef int32_t ivec __attribute__((vector_size(4 * kLanes), aligned(4), may_ali
 inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
 inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
 
+// One value in all lanes. Not `vec{} + value`, which is an addition, as it turns -0 into 0.
+inline vec spread(float value) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(value);
+#elif defined(__AVX__)
+  return _mm256_set1_ps(value);
+#else
+  vec lanes;
+  for (int i = 0; i < kLanes; ++i) lanes[i] = value;
+  return lanes;
+#endif
+}
+
 // a * b + c, rounded once where the processor can: compilers fuse it or not, depending on what stands around it, and a
 // row's result would depend on its neighbours.
 inline vec multiply_add(vec a, vec b, vec c) {
@@ -41,6 +56,8 @@ inline vec multiply_add(vec a, vec b, vec c) {
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__AVX__) && defined(__FMA__)
   return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
 #else
   return a * b + c;
 #endif
@@ -252,19 +269,20 @@ inline void scale_by(const float* x, float factor, const float* weight, float* o
   for (; at < dim; ++at) out[at] = x[at] * factor * weight[at];
 }
 
-// out = softmax(scale * scores + bias) over `slots`; `out` may be `scores`.
+// out = softmax(scale * scores + bias) over `slots`; `out` may be `scores`, bias may be null.
 inline void softmax(const float* scores, const float* bias, float scale, float* out, int64_t slots) {
   vec tops = vec{} - __builtin_inff();
   int64_t at = 0;
   for (; at + kLanes <= slots; at += kLanes) {
-    const vec value = load(scores + at) * scale + load(bias + at);
+    vec value = load(scores + at) * scale;
+    if (bias) value = value + load(bias + at);
     store(out + at, value);
     tops = value > tops ? value : tops;
   }
   float highest = tops[0];
   for (int i = 1; i < kLanes; ++i) highest = std::max(highest, tops[i]);
   for (; at < slots; ++at) {
-    out[at] = scores[at] * scale + bias[at];
+    out[at] = scores[at] * scale + (bias ? bias[at] : 0);
     highest = std::max(highest, out[at]);
   }
   vec totals = {};
@@ -281,6 +299,20 @@ inline void softmax(const float* scores, const float* bias, float scale, float* 
   const float inverse = 1 / sum(totals);
   for (at = 0; at + kLanes <= slots; at += kLanes) store(out + at, load(out + at) * inverse);
   for (; at < slots; ++at) out[at] *= inverse;
+}
+
+// Normalises a head, unless weight is null, and rotates its first elements.
+inline void norm_and_rotate(const float* x, const float* weight, float eps, const float* cos, const float* sin, float* out,
+                            int64_t dim, int64_t rotary_dim) {
+  const float factor = weight ? inverse_rms(x, dim, eps) : 1;
+  const int64_t half = rotary_dim / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = weight ? x[i] * factor * weight[i] : x[i];
+    const float second = weight ? x[i + half] * factor * weight[i + half] : x[i + half];
+    out[i] = first * cos[i] - second * sin[i];
+    out[i + half] = second * cos[i + half] + first * sin[i + half];
+  }
+  for (int64_t i = rotary_dim; i < dim; ++i) out[i] = weight ? x[i] * factor * weight[i] : x[i];
 }
 
 }  // namespace mfx

@@ -4,24 +4,7 @@
 
 #include "common.h"
 
-namespace {
-
 using namespace mfx;
-
-inline void norm_and_rotate(const float* x, const float* weight, float eps, const float* cos, const float* sin, float* out,
-                            int64_t dim, int64_t rotary_dim) {
-  const float factor = weight ? inverse_rms(x, dim, eps) : 1;
-  const int64_t half = rotary_dim / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    const float first = weight ? x[i] * factor * weight[i] : x[i];
-    const float second = weight ? x[i + half] * factor * weight[i + half] : x[i + half];
-    out[i] = first * cos[i] - second * sin[i];
-    out[i + half] = second * cos[i + half] + first * sin[i + half];
-  }
-  for (int64_t i = rotary_dim; i < dim; ++i) out[i] = weight ? x[i] * factor * weight[i] : x[i];
-}
-
-}  // namespace
 
 extern "C" {
 

@@ -24,6 +24,7 @@ from mindformers_ext.checkpoint import (
 )
 from mindformers_ext.checkpoint.convert import widen_bfloat16
 from mindformers_ext.models.weights import WeightLayout, WeightMapping
+from mindformers_ext.parallel.plan import Region
 from tests.unit.checkpoint import toy
 
 LAYOUT = toy.make_layout()
@@ -47,6 +48,32 @@ def test_huggingface_weights_load_exactly(tmp_path: Path, form: str, dtype: str)
     assert report.read_values == report.num_values
     checked = asdict(check_weights(tmp_path, LAYOUT))
     assert {name: value for name, value in asdict(report).items() if name in checked} == checked
+
+
+def test_bits_of_bfloat16_are_handed_over_where_they_are_taken_whole_and_in_parts(tmp_path: Path) -> None:
+    toy.write_single(tmp_path, HF, "BF16")
+    qkv, head = "decoder.layers.0.self_attention.linear_qkv.weight", "output_layer.weight"
+    regions: dict[str, Region | None] = {
+        qkv: Region(EXPECTED[qkv].shape, (((1, 3), (6, 7)), ((0, toy.HIDDEN),))),
+        head: None,
+        "embedding.word_embeddings.weight": None,
+    }
+    with open_weights(tmp_path, LAYOUT) as reader:
+        for name, region in regions.items():
+            bits, values = reader.read(name, region, as_bits=True), reader.read(name, region)
+            assert bits.dtype == np.uint16 and values.dtype == np.float32
+            np.testing.assert_array_equal(widen_bfloat16(bits), values)
+    model = toy.Model()
+    load_weights(tmp_path, LAYOUT, model.assign, takes_bits=lambda name: name == head)
+    assert {name for name, array in model.arrays.items() if array.dtype == np.uint16} == {head}
+    np.testing.assert_array_equal(widen_bfloat16(model.arrays[head]), EXPECTED[head])
+
+
+def test_weights_that_are_not_all_bfloat16_never_come_as_bits(tmp_path: Path) -> None:
+    toy.write_single(tmp_path, HF, "F32")
+    model = toy.Model()
+    load_weights(tmp_path, LAYOUT, model.assign, takes_bits=lambda name: True)
+    toy.assert_same(model.arrays, EXPECTED)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])

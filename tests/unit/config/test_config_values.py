@@ -108,7 +108,6 @@ def test_a_wrong_value_names_key_expected_type_and_value(text, message, refuse):
         ("training: {1: 2}", "training[1]", "the key 1 must be text"),
         ("load_checkpoint: a", "load_checkpoint", "use checkpoint.load_path"),
         ("parallel_config: {}", "parallel_config", "use parallelism"),
-        ("checkpoint: {weight_dtype: bf16}", "checkpoint.weight_dtype", "not supported yet"),
         ("generation: {guidance_scale: 2}", "generation.guidance_scale", "not supported; remove this key"),
         ("generation: {num_beam_groups: null}", "generation.num_beam_groups", "not supported; remove this key"),
         ("generation: {max_new_tokens: 5}", "generation.max_new_tokens", "use inference.max_new_tokens"),
