@@ -131,8 +131,8 @@ def generate_rows(
         logger.info("seed of sampling: %d", config.seed)
     shard = getattr(model, "model_shard", None)
     stopping = Stopping(config, decode, bool if shard is None else shard.context.unit.any)
-    rows = Rows(prompts, range(len(prompts)) if record_ids is None else record_ids, _budgets(prompts, config))
-    _check_limits(model, prompts, rows.budgets)
+    rows = Rows(prompts, range(len(prompts)) if record_ids is None else record_ids, row_budgets(prompts, config))
+    check_limits(model, prompts, rows.budgets)
     if config.num_beams > 1 and streamer is not None:
         raise ValueError("a streamer cannot be used with num_beams > 1: beams are not final before the end")
     if config.num_beams > 1 and step_scores is not None:
@@ -141,7 +141,7 @@ def generate_rows(
     try:
         if streamer is not None:
             streamer.put(left_pad(prompts, config.filler)[0])
-        with ms._no_grad(), _evaluating(model):
+        with ms._no_grad(), evaluating(model):
             forward = BatchForward(
                 model,
                 prompts,
@@ -167,7 +167,7 @@ def generate_rows(
 
 
 @contextmanager
-def _evaluating(model: nn.Cell) -> Iterator[None]:
+def evaluating(model: nn.Cell) -> Iterator[None]:
     """Puts a model into evaluation, and each of its cells back into what it was."""
     before = [(cell, cell.training) for _, cell in model.cells_and_names()]
     model.set_train(False)
@@ -188,7 +188,7 @@ def _check_log_probabilities(config: GenerationConfig, rows: Rows) -> None:
         )
 
 
-def _budgets(prompts: Sequence[Sequence[int]], config: GenerationConfig) -> list[int]:
+def row_budgets(prompts: Sequence[Sequence[int]], config: GenerationConfig) -> list[int]:
     budgets = [config.row_budget(len(prompt)) for prompt in prompts]
     full = [row for row, budget in enumerate(budgets) if budget < 1]
     if full:
@@ -198,7 +198,7 @@ def _budgets(prompts: Sequence[Sequence[int]], config: GenerationConfig) -> list
     return budgets
 
 
-def _check_limits(model: Any, prompts: Sequence[Sequence[int]], budgets: np.ndarray) -> None:
+def check_limits(model: Any, prompts: Sequence[Sequence[int]], budgets: np.ndarray) -> None:
     """Refuses ids that the model does not have and rows that would grow beyond its length, if its config tells."""
     limits = getattr(model, "config", None)
     vocab_size, seq_length = getattr(limits, "vocab_size", None), getattr(limits, "seq_length", None)

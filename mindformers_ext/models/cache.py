@@ -59,6 +59,27 @@ class LayerState:
         """
         raise NotImplementedError
 
+    def limit(self, max_length: int) -> None:
+        """Changes how many tokens a row will ever hold; there are no more than these yet."""
+        self.max_length = max_length
+
+    def shift(self, by: int) -> None:
+        """Puts so many pads in front of every row, or, negative, takes them away, so that `length` changes by as many.
+
+        Of a row that has fewer pads to take away, first tokens are lost; its state is of no use then.
+        """
+        raise NotImplementedError
+
+    def take_rows(self, rows: np.ndarray, source: Any) -> None:
+        """Makes rows those of another state of this kind; the last token of each is the last of the row that it becomes.
+
+        Args:
+            rows: int ``[n]``, rows of this state.
+            source: state of n rows. What it holds beyond `length` tokens are pads; a row gets pads in front if it
+                holds less.
+        """
+        raise NotImplementedError
+
     def clear(self) -> None:
         """Frees the buffers."""
         raise NotImplementedError
@@ -116,6 +137,19 @@ class SlotState(LayerState):
     def crop(self, length: int) -> None:
         """See `LayerState.crop`."""
         self.length = min(self.length, length)
+
+    def shift(self, by: int) -> None:
+        """See `LayerState.shift`."""
+        self.reserve(self.length + by)
+        for buffer in self.buffers:
+            ops.shift_slots(buffer, by, self.length)
+        self.length += by
+
+    def take_rows(self, rows: np.ndarray, source: SlotState) -> None:
+        """See `LayerState.take_rows`."""
+        count = min(self.length, source.length)
+        for buffer, other in zip(self.buffers, source.buffers, strict=True):
+            ops.put_rows(buffer, rows, self.length, other, source.length - count, source.length)
 
     def clear(self) -> None:
         """See `LayerState.clear`."""
