@@ -337,6 +337,7 @@ class PredictSection(Section):
     resume: bool | Literal["auto"] = "auto"
     on_error: Literal["record", "abort"] = "record"
     max_errors: Count | None = None
+    refill: bool = True
     start_timeout: NonNegativeFloat = 1800.0
     step_timeout: NonNegativeFloat = 600.0
 

@@ -25,7 +25,7 @@ from mindformers_ext.generate.utils import left_pad
 from mindformers_ext.runtime import logger
 
 # Alternatives that the rows of one generation may have; each becomes a pair of Python objects.
-_MOST_ALTERNATIVES = 1 << 24
+MOST_ALTERNATIVES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -178,12 +178,17 @@ def evaluating(model: nn.Cell) -> Iterator[None]:
             cell.training = training
 
 
+def num_alternatives(budgets: Sequence[int], config: GenerationConfig) -> int:
+    """How many alternatives to tokens rows with these budgets may have."""
+    return sum(budgets) * config.num_return_sequences * (config.output_logprobs or 0)
+
+
 def _check_log_probabilities(config: GenerationConfig, rows: Rows) -> None:
-    count = int(rows.budgets.sum()) * config.num_return_sequences * (config.output_logprobs or 0)
-    if count > _MOST_ALTERNATIVES:
+    count = num_alternatives(rows.budgets.tolist(), config)
+    if count > MOST_ALTERNATIVES:
         raise ValueError(
             f"output_logprobs {config.output_logprobs} for {len(rows)} prompts of up to {int(rows.budgets.max())} new "
-            f"tokens may be {count:,} values, more than {_MOST_ALTERNATIVES:,}; lower it, max_new_tokens or the batch "
+            f"tokens may be {count:,} values, more than {MOST_ALTERNATIVES:,}; lower it, max_new_tokens or the batch "
             "size"
         )
 

@@ -19,7 +19,13 @@ from mindformers_ext.generate.choice import Choice, Chosen
 from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward, run_idle
 from mindformers_ext.generate.gathering import Logits
-from mindformers_ext.generate.generation import check_limits, evaluating, row_budgets
+from mindformers_ext.generate.generation import (
+    MOST_ALTERNATIVES,
+    check_limits,
+    evaluating,
+    num_alternatives,
+    row_budgets,
+)
 from mindformers_ext.generate.logprobs import Recorded, record_logprobs
 from mindformers_ext.generate.noise import fresh_seed
 from mindformers_ext.generate.rows import GeneratedRow, Rows
@@ -31,8 +37,8 @@ from mindformers_ext.generate.stopping import RUNNING, DecodeNew, Stopping
 _ANY_LENGTH = 1 << 30
 
 
-def refill_obstacle(model: Any, config: GenerationConfig) -> str | None:
-    """Returns why the rows of a batch cannot be replaced one by one, None if they can."""
+def refill_obstacle(model: Any, config: GenerationConfig, num_prompts: int) -> str | None:
+    """Returns why the rows of a batch of so many prompts cannot be replaced one by one, None if they can."""
     if config.num_beams > 1:
         return "the beams of a batch are ranked and moved together"
     if config.max_time is not None:
@@ -41,6 +47,11 @@ def refill_obstacle(model: Any, config: GenerationConfig) -> str | None:
     missing = [name for name in ("attention_mask", "position_ids") if name not in accepted]
     if missing:
         return f"{type(model).__name__}.construct takes no {' and no '.join(missing)}"
+    if num_alternatives([config.row_budget(1)] * num_prompts, config) > MOST_ALTERNATIVES:
+        return f"output_logprobs {config.output_logprobs} of {num_prompts} prompts may not fit into memory"
+    shard = getattr(model, "model_shard", None)
+    if shard is not None and shard.context.cp.size > 1:
+        return "context_parallel keeps the tokens of a batch on processes by their place in it"
     return None
 
 

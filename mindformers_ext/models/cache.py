@@ -71,12 +71,12 @@ class LayerState:
         raise NotImplementedError
 
     def take_rows(self, rows: np.ndarray, source: Any) -> None:
-        """Makes rows those of another state of this kind; the last token of each is the last of the row that it becomes.
+        """Makes rows those of another state of this kind, whose last tokens are then the last ones here.
 
         Args:
             rows: int ``[n]``, rows of this state.
-            source: state of n rows. What it holds beyond `length` tokens are pads; a row gets pads in front if it
-                holds less.
+            source: state of n rows. What it holds beyond `length` tokens are pads; a row that holds less gets pads in
+                front.
         """
         raise NotImplementedError
 

@@ -162,7 +162,7 @@ def put_ring_rows(ring: Tensor, rows: np.ndarray, end: int, source: Tensor, sour
         ring: float32 ``[B, 1, R, D]``, which holds the slots before ``end`` of its sequences.
         rows: int ``[n]``, rows of it.
         end: see above.
-        source: float32 ``[n, 1, R, D]``, which holds the slots before ``source_end``; these become those before ``end``.
+        source: float32 ``[n, 1, R, D]``, which holds the slots before ``source_end``: those that are written.
         source_end: see above.
     """
     size = ring.shape[2]

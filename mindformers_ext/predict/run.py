@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -11,6 +11,7 @@ from mindformers_ext.predict.finished import FinishedRecords, record_hash
 from mindformers_ext.predict.isolation import Answerer, Decode, Job, sentence
 from mindformers_ext.predict.progress import Progress
 from mindformers_ext.predict.records import Record, RecordError
+from mindformers_ext.predict.refill import Refill, answer_refilled
 from mindformers_ext.predict.rows import answer_row, error_row
 from mindformers_ext.predict.stop import JobStoppedError
 from mindformers_ext.predict.summary import RunSummary
@@ -61,6 +62,7 @@ def run_generation(
     max_errors: int | None = None,
     prepare: Callable[[], None] | None = None,
     agree: Callable[[JobStoppedError | None], None] = stop_alone,
+    refill: Refill | None = None,
 ) -> RunResult:
     """Answers every record and writes its row, or its `num_sequences` rows, as soon as they are known.
 
@@ -92,6 +94,8 @@ def run_generation(
         prepare: is called once, before the first batch; not at all if there is none.
         agree: is called after each batch, on all processes of the job, with what stopped this one, or None. Raises
             `JobStoppedError` on all of them if any was stopped.
+        refill: answers records one by one, the next as soon as there is room; `decode` then answers only what failed.
+            None answers batch after batch.
 
     Raises:
         ValueError: batch_size or max_new_tokens below 1.
@@ -105,35 +109,46 @@ def run_generation(
     emitter = _Emitter(tokenizer, writer, num_sequences, skip_special_tokens, collect, on_error, max_errors, num_errors)
     agree(emitter.too_many_errors())
     window = Window(batch_size)
-    prepared = prepare is None
     start = time.perf_counter()
     with Progress(progress, total) as bar:
 
-        def finish() -> None:
-            nonlocal prepared
-            for batch in window.batches(batch_size):
-                if batch[0].error is None:
-                    if not prepared:
-                        assert prepare is not None
-                        prepare()
-                        prepared = True
-                    answerer.answer(batch)
-                agree(emitter.emit(batch))
-                bar.update(len(batch), emitter.summary)
+        def batches() -> Iterator[list[Job]]:
+            """Reads on as far as batches are asked for; before the first one to answer, the model is prepared."""
+            for record in records:
+                content = record_hash(record) if writer is not None or finished is not None else 0
+                if finished is not None and finished.has(record.index, content):
+                    emitter.summary.num_resumed += 1
+                    bar.update(1, emitter.summary)
+                    continue
+                window.add(_tokenize(record, content, tokenizer, max_new_tokens, max_length, vocab_size))
+                if window.is_full:
+                    yield from window.batches(batch_size)
+            yield from window.batches(batch_size)
 
-        for record in records:
-            content = record_hash(record) if writer is not None or finished is not None else 0
-            if finished is not None and finished.has(record.index, content):
-                emitter.summary.num_resumed += 1
-                bar.update(1, emitter.summary)
-                continue
-            window.add(_tokenize(record, content, tokenizer, max_new_tokens, max_length, vocab_size))
-            if window.is_full:
-                finish()
-        finish()
+        def emit(jobs: list[Job]) -> None:
+            agree(emitter.emit(jobs))
+            bar.update(len(jobs), emitter.summary)
+
+        prepared = _preparing(batches(), prepare)
+        if refill is not None:
+            answer_refilled(prepared, refill, answerer, emit)
+        else:
+            for batch in prepared:
+                if batch[0].error is None:
+                    answerer.answer(batch)
+                emit(batch)
     emitter.summary.wall_seconds = time.perf_counter() - start
     emitter.outputs.sort(key=lambda output: output[0])
     return RunResult(emitter.outputs, emitter.summary)
+
+
+def _preparing(batches: Iterator[list[Job]], prepare: Callable[[], None] | None) -> Iterator[list[Job]]:
+    """Passes batches on, and calls `prepare` before the first one of records that can be answered."""
+    for batch in batches:
+        if prepare is not None and batch[0].error is None:
+            prepare()
+            prepare = None
+        yield batch
 
 
 def _tokenize(

@@ -14,7 +14,9 @@ from mindformers_ext.predict import reads_stdin
 from mindformers_ext.predict.identity import digest, input_identity, package_versions, tokenizer_identity
 
 # Keys of `predict` that change how a run goes on, but no row.
-RUN_KEYS = frozenset({"progress", "metrics_file", "resume", "on_error", "max_errors", "start_timeout", "step_timeout"})
+RUN_KEYS = frozenset(
+    {"progress", "metrics_file", "resume", "on_error", "max_errors", "refill", "start_timeout", "step_timeout"}
+)
 _PACKAGES = ("mindformers_ext", "mindspore", "numpy", "tokenizers")
 # Options of decoding that are free to change between two runs of a job: memory, and what has no effect.
 _FREE_OPTIONS = ("prefill_chunk_size", "cache_implementation", "max_cache_len")

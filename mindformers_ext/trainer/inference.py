@@ -10,12 +10,14 @@ from typing import Any
 from mindformers_ext.config import TrainConfig
 from mindformers_ext.generate import GenerationConfig, GenerationStats, generate_rows, run_idle
 from mindformers_ext.generate.configuration import DEFAULT_MAX_NEW_TOKENS
+from mindformers_ext.generate.refill import RefilledBatch
 from mindformers_ext.models import TransformerConfig
-from mindformers_ext.parallel.groups import ParallelContext
+from mindformers_ext.parallel.groups import ParallelContext, single
 from mindformers_ext.predict import Completion, Decode, Record, RunResult, Tokenizer, run_generation
 from mindformers_ext.predict.metrics import Latencies
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.model import checkpoint_model_files, resolve_model_config
+from mindformers_ext.trainer.refilling import Refilling, as_completion
 from mindformers_ext.trainer.replicas import shared_decode
 
 Watch = Callable[[Sequence[int]], AbstractContextManager[None]]
@@ -84,31 +86,16 @@ def generate_batch(
         before_forward: is called before each forward; what it raises ends the batch.
     """
 
-    def decode(prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
-        assert tokenizer is not None
-        return tokenizer.decode_new(prompt_ids, new_ids, skip_special_tokens=False)
-
     rows = generate_rows(
         model,
         prompts,
         config,
         stats,
         record_ids=record_ids,
-        decode=None if tokenizer is None else decode,
+        decode=None if tokenizer is None else partial(tokenizer.decode_new, skip_special_tokens=False),
         before_forward=before_forward,
     )
-    return [
-        Completion(
-            token_ids=row.token_ids,
-            finish_reason=row.finish_reason,
-            stop_string=row.stop_string,
-            stop_position=row.stop_position,
-            score=row.score,
-            logprobs=row.logprobs,
-            top_logprobs=row.top_logprobs,
-        )
-        for row in rows
-    ]
+    return [as_completion(row) for row in rows]
 
 
 def generate_from_records(
@@ -122,6 +109,7 @@ def generate_from_records(
     batch_size: int = 1,
     latencies: Latencies | None = None,
     step_check: Callable[[], Callable[[], None]] | None = None,
+    refill: bool = False,
     **options: Any,
 ) -> RunResult:
     """Answers records in batches, which the replicas of a job share.
@@ -137,6 +125,7 @@ def generate_from_records(
         batch_size: prompts in one batch of a replica.
         latencies: is added to.
         step_check: gives for each batch what is called before each of its forwards.
+        refill: whether a record that is done is replaced by the next one at once; `refill_obstacle` must give None.
         **options: further arguments of `mindformers_ext.predict.run_generation`.
     """
 
@@ -150,9 +139,18 @@ def generate_from_records(
         idle = partial(run_idle, model)
         decode = shared_decode(decode_here, context, config.num_return_sequences, idle)
 
+    def watching(indices: Sequence[int]) -> AbstractContextManager[None]:
+        return nullcontext() if watch is None else watch(indices)
+
     def watched(prompts: list[list[int]], indices: list[int]) -> list[Completion]:
-        with watch(indices) if watch is not None else nullcontext():
+        with watching(indices):
             return decode(prompts, indices)
+
+    refilling = None
+    if refill:
+        text_of = partial(tokenizer.decode_new, skip_special_tokens=False)
+        batch = RefilledBatch(model, config, batch_size, stats, text_of, step_check)
+        refilling = Refilling(batch, single() if context is None else context, batch_size, watching, latencies)
 
     return run_generation(
         records,
@@ -161,5 +159,6 @@ def generate_from_records(
         batch_size=batch_size * replicas,
         max_new_tokens=config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
         num_sequences=config.num_return_sequences,
+        refill=refilling,
         **options,
     )

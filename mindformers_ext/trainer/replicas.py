@@ -40,7 +40,7 @@ def shared_decode(decode: Decode, context: ParallelContext, num_sequences: int, 
                 idle()
         except Exception as raised:
             error = raised
-        _raise_together(gather_errors(context, error), error, context.rank, indices)
+        raise_together(gather_errors(context, error), error, context.rank, indices)
         if group.size == 1:
             return found
         return _in_order(group.all_gather_object([asdict(completion) for completion in found]), shares, num_sequences)
@@ -48,7 +48,7 @@ def shared_decode(decode: Decode, context: ParallelContext, num_sequences: int, 
     return answer
 
 
-def _raise_together(errors: Sequence[RankError], error: Exception | None, rank: int, indices: Sequence[int]) -> None:
+def raise_together(errors: Sequence[RankError], error: Exception | None, rank: int, indices: Sequence[int]) -> None:
     """Raises what makes all ranks do the same, if one failed: stop, try the batch again in halves, or end."""
     for one in errors:
         if JobStoppedError.__name__ in one.kinds:
@@ -73,11 +73,12 @@ def _in_order(
     by_piece: dict[int, list[Completion]] = {}
     for share, found in zip(shares, gathered, strict=True):
         for place, piece in enumerate(share):
-            by_piece[piece] = [_completion(fields) for fields in found[each * place : each * (place + 1)]]
+            by_piece[piece] = [completion_of(fields) for fields in found[each * place : each * (place + 1)]]
     return [completion for piece in sorted(by_piece) for completion in by_piece[piece]]
 
 
-def _completion(fields: dict[str, Any]) -> Completion:
+def completion_of(fields: dict[str, Any]) -> Completion:
+    """Returns the completion that `dataclasses.asdict` and JSON made fields of."""
     best = fields["top_logprobs"]
     pairs = None if best is None else [[(token, value) for token, value in step] for step in best]
     return Completion(**{**fields, "top_logprobs": pairs})

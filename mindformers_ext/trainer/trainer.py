@@ -12,7 +12,8 @@ from mindspore import nn
 
 from mindformers_ext.checkpoint import check_no_other_run, check_weights, saved_step
 from mindformers_ext.config import TrainConfig, load_config
-from mindformers_ext.generate import GenerationStats
+from mindformers_ext.generate import GenerationConfig, GenerationStats
+from mindformers_ext.generate.refill import refill_obstacle
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import failing_together, require_same
@@ -282,6 +283,7 @@ class Trainer:
             max_errors=predict.max_errors,
             prepare=self._load_inference_checkpoint,
             agree=agree,
+            refill=self._refills(decoding, options.batch_size),
         )
         self.last_summary, outputs = job.publish(result, collect)
         self.last_summary.seed = decoding.seed
@@ -295,6 +297,14 @@ class Trainer:
             metrics_file=predict.metrics_file,
         )
         return outputs
+
+    def _refills(self, decoding: GenerationConfig, batch_size: int) -> bool:
+        """Whether records replace each other in a batch; says why not if the YAML asks for it."""
+        predict = self.config.predict
+        obstacle = refill_obstacle(self.model, decoding, batch_size)
+        if obstacle is not None and predict.refill and "refill" in predict.given:
+            logger.warning("predict.refill has no effect, batches are answered one after the other: %s", obstacle)
+        return predict.refill and obstacle is None
 
     @property
     def _model_config(self) -> Any:
