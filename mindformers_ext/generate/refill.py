@@ -49,9 +49,6 @@ def refill_obstacle(model: Any, config: GenerationConfig, num_prompts: int) -> s
         return f"{type(model).__name__}.construct takes no {' and no '.join(missing)}"
     if num_alternatives([config.row_budget(1)] * num_prompts, config) > MOST_ALTERNATIVES:
         return f"output_logprobs {config.output_logprobs} of {num_prompts} prompts may not fit into memory"
-    shard = getattr(model, "model_shard", None)
-    if shard is not None and shard.context.cp.size > 1:
-        return "context_parallel keeps the tokens of a batch on processes by their place in it"
     return None
 
 

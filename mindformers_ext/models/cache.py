@@ -10,6 +10,7 @@ import numpy as np
 from mindspore import Tensor
 
 from mindformers_ext import ops
+from mindformers_ext.parallel.collectives import Group
 
 # Buffers start at this many slots and double: attention never reads more than twice what is filled.
 _FIRST_CAPACITY = 128
@@ -209,7 +210,7 @@ def view_rows(state: Any, begin: int, end: int) -> Any:
             setattr(view, name, ops.view_rows(value, begin, end))
         elif isinstance(value, list):
             setattr(view, name, [ops.view_rows(buffer, begin, end) for buffer in value])
-        elif hasattr(value, "__dict__"):
+        elif _is_state(value):
             setattr(view, name, view_rows(value, begin, end))
     return view
 
@@ -221,8 +222,13 @@ def take_numbers(state: Any, views: Sequence[Any]) -> None:
             setattr(state, name, max(getattr(view, name) for view in views))
         elif isinstance(value, np.ndarray):
             setattr(state, name, getattr(views[0], name))
-        elif hasattr(value, "__dict__") and not isinstance(value, Tensor):
+        elif _is_state(value):
             take_numbers(value, [getattr(view, name) for view in views])
+
+
+def _is_state(value: Any) -> bool:
+    """Whether a part of a state is a state itself."""
+    return hasattr(value, "__dict__") and not isinstance(value, Tensor | Group)
 
 
 def zeros(*shape: int) -> Tensor:
