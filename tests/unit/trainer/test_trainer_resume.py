@@ -209,11 +209,11 @@ def test_a_refilled_run_that_is_stopped_goes_on_as_batches_and_the_other_way_rou
         os.remove("o.jsonl")
 
 
-def test_refill_that_is_asked_for_and_has_no_effect_is_told(log):
-    Trainer(config(predict={"refill": True}, num_beams=2)).inference(output="")
-    assert "predict.refill has no effect" in log.text and "beams" in log.text
-    log.clear()
-    settings = config(num_beams=2)
-    del settings["predict"]["refill"]
+@pytest.mark.parametrize("asked", [True, False])
+def test_refill_without_effect_is_told_to_those_who_asked_for_it(log, asked):
+    settings = config(predict={"refill": True}, num_beams=2)
+    if not asked:
+        del settings["predict"]["refill"]
+    settings["inference"] |= {"input_data": PROMPTS[:1], "max_new_tokens": 2}
     Trainer(settings).inference(output="")
-    assert "predict.refill" not in log.text
+    assert ("predict.refill has no effect, batches are answered one after the other: the beams" in log.text) == asked
