@@ -23,6 +23,7 @@ setup(
         "test": [
             "pytest>=9",  # runs the suite
             "pytest-timeout>=2.3",  # a hanging test fails instead of holding the suite up
+            "pytest-xdist>=3.5",  # unit tests on all cores
             "hypothesis>=6.100",  # property tests of files and layouts
             "ruff>=0.6",  # lint and format
             "mypy>=1.11",  # types

@@ -43,8 +43,9 @@ PROMPTS = ("1", "a:", "The quick brown fox", "今天天气")
 DECODINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"do_sample": True, "seed": 11, "top_k": 20},
-    "penalty": {"repetition_penalty": 1.3, "output_logprobs": 2},
+    "penalty": {"repetition_penalty": 1.3},
     "beams": {"num_beams": 4},
+    "logprobs": {"repetition_penalty": 1.3, "output_logprobs": 2},
     "greedy_to_the_end": {"eos_token_id": None},
     "sampled_to_the_end": {"do_sample": True, "seed": 11, "top_k": 20, "eos_token_id": None},
 }

@@ -41,6 +41,7 @@ class Tokenizer:
         self._backend = backend
         self.named_tokens = dict(named_tokens or {})
         self._named_ids = {name: backend.token_to_id(content) for name, content in (named_tokens or {}).items()}
+        self._has_template = backend.num_special_tokens_to_add(is_pair=False) > 0
         self._size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @classmethod
@@ -99,7 +100,10 @@ class Tokenizer:
             if not isinstance(text, str):
                 raise
             raise ValueError("the text holds half of a surrogate pair, which is not valid Unicode") from error
-        ids, added = encoding.ids, encoding.special_tokens_mask
+        ids: list[int] = encoding.ids
+        if not self._has_template:
+            return ids
+        added = encoding.special_tokens_mask
         prefix = added.index(0) if 0 in added else len(added)
         return ids[prefix:] if prefix and ids[prefix : 2 * prefix] == ids[:prefix] else ids
 

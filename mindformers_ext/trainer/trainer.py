@@ -19,6 +19,7 @@ from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
 from mindformers_ext.predict import JobStoppedError, RunSummary, Tokenizer
+from mindformers_ext.predict.disk_space import space_warning
 from mindformers_ext.predict.identity import digest
 from mindformers_ext.predict.metrics import Latencies
 from mindformers_ext.predict.progress import estimate_total
@@ -257,6 +258,11 @@ class Trainer:
                 job.agree(reason)
 
         shown = predict.progress and rank() == 0
+        total = estimate_total(options.input_data) if shown or job.writer is not None else None
+        if job.writer is not None:
+            new_tokens = (decoding.max_new_tokens or 0) * decoding.num_return_sequences
+            if warning := space_warning(options.output, options.input_data, total, new_tokens):
+                logger.warning(warning)
         stats, latencies = GenerationStats(), Latencies()
         meter = RunMeter(self.model, self._context)
         result = generate_from_records(
@@ -270,7 +276,7 @@ class Trainer:
             watch=self._watched(stats),
             batch_size=options.batch_size,
             latencies=latencies,
-            total=estimate_total(options.input_data) if shown else None,
+            total=total,
             step_check=job.step_check,
             max_length=getattr(self._model_config, "seq_length", None),
             vocab_size=request.vocab_size,
