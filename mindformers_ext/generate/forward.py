@@ -134,14 +134,16 @@ class BatchForward:
         """Goes on with the rows ``rows``, int, ascending; the others keep their places for rows that come in."""
         self._live = self._live[rows]
 
-    def take_in(self, other: BatchForward) -> None:
+    def take_in(self, other: BatchForward, max_length: int, remaining: int) -> None:
         """Takes in the rows of another batch whose prompts have run, behind the rows of this one.
 
         They get the places of rows that have ended. Rows end together, so those with less tokens have pads in front;
         where all rows have many, these are taken away.
 
         Args:
-            other: the batch, of the same model and with caches of one size; of no use any more after this.
+            other: the batch, of the same model; of no use any more after this.
+            max_length: see `limit`; of the rows of both.
+            remaining: see there.
         """
         places = np.setdiff1d(np.arange(len(self._ids)), self._live)[: len(other._ids)]
         missing = len(other._ids) - len(places)
@@ -149,8 +151,10 @@ class BatchForward:
             places = np.append(places, np.arange(len(self._ids), len(self._ids) + missing))
             self._reorder(np.append(np.arange(len(self._ids)), np.zeros(missing, np.int64)), 0)
         longest = int(max(self._mask[self._live].sum(axis=1).max(initial=0), other._mask.sum(axis=1).max()))
+        self.limit(max_length, remaining)
         if longest > self.length or self.length - longest > max(_FEW_PADS, self.length // 4):
             self._shift(longest - self.length)
+            self.limit(max_length, remaining)
         kept = min(self.length, other.length)
         for mine, others in ((self._ids, other._ids), (self._mask, other._mask)):
             mine[places] = 0

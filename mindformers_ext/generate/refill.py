@@ -176,10 +176,9 @@ class RefilledBatch:
             self._choose = Choice(config, logits.vocab_size)
             return
         assert self._forward is not None and self._logits is not None
-        self._forward.take_in(forward)
         self._rows, self._logits = self._rows.with_rows(rows), self._logits.with_rows(logits)
         totals, left = self._rows.prompt_lengths + self._rows.budgets, self._rows.budgets - self._rows.steps
-        self._forward.limit(int(totals.max()), int(left.max()))
+        self._forward.take_in(forward, int(totals.max()), int(left.max()))
 
     def _step(self, more_to_come: bool) -> list[tuple[int, list[GeneratedRow]]]:
         """Gives each row one token more; returns the records that are done by it."""

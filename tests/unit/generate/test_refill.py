@@ -105,10 +105,11 @@ def test_long_prompts_come_in_and_pads_are_taken_away(family, monkeypatch):
     monkeypatch.setattr(BatchForward, "_shift", lambda self, by: (shifts.append(by), shift(self, by)))
     model = load(family)
     vocab = model.config.vocab_size
-    prompts = [[5] * 60, [7], *prompts_of(6, vocab, longest=4), [3, 4] * 45]
+    few = prompts_of(5, vocab, longest=4)
+    prompts = [*few, [5] * 60, *few, [3, 4] * 45, *few]
     config = GenerationConfig(max_new_tokens=12, eos_token_id=list(range(0, vocab, 9)), do_sample=True, seed=2)
     expected = [generate_rows(model, [prompt], config, record_ids=[i])[0] for i, prompt in enumerate(prompts)]
-    found = refilled(model, prompts, config, 2)
+    found = refilled(model, prompts, config, 3)
     assert [row.token_ids for row in found] == [row.token_ids for row in expected]
     assert min(shifts) < 0 < max(shifts)
 
@@ -150,6 +151,16 @@ def test_after_a_reset_records_can_come_again():
     assert batch.room == 2
     ((index, rows),) = batch.advance([[2, 3]], [1])
     assert index == 1 and rows == in_batches(model, [[2, 3]], config, 1)
+
+
+def test_a_batch_that_has_shrunk_grows_again():
+    model, prompts = Hashed(3), [[1], [2, 3], [4, 4, 4], [5], [6, 7], [8]]
+    config = GenerationConfig(max_new_tokens=30, eos_token_id=[2], do_sample=True, seed=6)
+    batch = RefilledBatch(model, config, 6, GenerationStats())
+    found = dict(batch.advance(prompts[:4], range(4), 6, more_to_come=False))
+    assert 2 <= len(found) < 4
+    found |= dict(batch.advance(prompts[4:], [4, 5], 30))
+    assert [found[index][0] for index in range(6)] == in_batches(model, prompts, config, 6)
 
 
 def test_what_is_not_possible_says_why():
