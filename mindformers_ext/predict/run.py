@@ -17,7 +17,7 @@ from mindformers_ext.predict.stop import JobStoppedError
 from mindformers_ext.predict.summary import RunSummary
 from mindformers_ext.predict.text import answer_text
 from mindformers_ext.predict.tokenizer import Tokenizer
-from mindformers_ext.predict.window import Window
+from mindformers_ext.predict.window import windowed
 
 
 @dataclass(frozen=True)
@@ -108,32 +108,27 @@ def run_generation(
     answerer = Answerer(decode, batch_size, num_sequences)
     emitter = _Emitter(tokenizer, writer, num_sequences, skip_special_tokens, collect, on_error, max_errors, num_errors)
     agree(emitter.too_many_errors())
-    window = Window(batch_size)
     start = time.perf_counter()
     with Progress(progress, total) as bar:
 
-        def batches() -> Iterator[list[Job]]:
-            """Reads on as far as batches are asked for; before the first one to answer, the model is prepared."""
+        def jobs() -> Iterator[Job]:
             for record in records:
                 content = record_hash(record) if writer is not None or finished is not None else 0
                 if finished is not None and finished.has(record.index, content):
                     emitter.summary.num_resumed += 1
                     bar.update(1, emitter.summary)
                     continue
-                window.add(_tokenize(record, content, tokenizer, max_new_tokens, max_length, vocab_size))
-                if window.is_full:
-                    yield from window.batches(batch_size)
-            yield from window.batches(batch_size)
+                yield _tokenize(record, content, tokenizer, max_new_tokens, max_length, vocab_size)
 
-        def emit(jobs: list[Job]) -> None:
-            agree(emitter.emit(jobs))
-            bar.update(len(jobs), emitter.summary)
+        def emit(done: list[Job]) -> None:
+            agree(emitter.emit(done))
+            bar.update(len(done), emitter.summary)
 
-        prepared = _preparing(batches(), prepare)
+        batches = _batches(jobs(), batch_size, prepare)
         if refill is not None:
-            answer_refilled(prepared, refill, answerer, emit)
+            answer_refilled(batches, refill, answerer, emit)
         else:
-            for batch in prepared:
+            for batch in batches:
                 if batch[0].error is None:
                     answerer.answer(batch)
                 emit(batch)
@@ -142,9 +137,9 @@ def run_generation(
     return RunResult(emitter.outputs, emitter.summary)
 
 
-def _preparing(batches: Iterator[list[Job]], prepare: Callable[[], None] | None) -> Iterator[list[Job]]:
-    """Passes batches on, and calls `prepare` before the first one of records that can be answered."""
-    for batch in batches:
+def _batches(jobs: Iterator[Job], batch_size: int, prepare: Callable[[], None] | None) -> Iterator[list[Job]]:
+    """Reads on as far as batches are asked for; calls `prepare` before the first one that can be answered."""
+    for batch in windowed(jobs, batch_size):
         if prepare is not None and batch[0].error is None:
             prepare()
             prepare = None
