@@ -51,7 +51,6 @@ UNSUPPORTED = (
     "guidance_scale",
     "is_assistant",
     "low_memory",
-    "max_matching_ngram_size",
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
     "num_beam_groups",
@@ -61,7 +60,6 @@ UNSUPPORTED = (
     "penalty_alpha",
     "prefix_allowed_tokens_fn",
     "presence_penalty",
-    "prompt_lookup_num_tokens",
     "return_legacy_cache",
     "speculation_type",
     "target_lookbehind",
@@ -161,6 +159,9 @@ class GenerationSection(Section):
     cache_implementation: Literal["dynamic", "static"] | None = None
     max_cache_len: Count | None = None
     prefill_chunk_size: Count = 512
+    # drafts
+    prompt_lookup_num_tokens: Count | None = None
+    max_matching_ngram_size: Count = 2
 
     def explicit(self) -> dict[str, Any]:
         """The options that the user chose: those written, and those set in Python to another value than the default."""
@@ -193,6 +194,11 @@ def conflicts(options: Any) -> Iterator[tuple[str, str]]:
         yield "num_return_sequences", f"{returned} answers need do_sample: true or num_beams of at least {returned}"
     if beams > 1 and returned > beams:
         yield "num_return_sequences", f"{returned} is more than num_beams {beams}; it must not be greater"
+    if options.prompt_lookup_num_tokens is not None:
+        if beams > 1:
+            yield "prompt_lookup_num_tokens", "beams are not decoded ahead; set num_beams to 1 or remove this key"
+        if not options.use_cache:
+            yield "prompt_lookup_num_tokens", "without a cache drafts save nothing; remove use_cache: false or this key"
     forced = options.forced_eos_token_id
     if forced is not None and options.suppress_tokens is not None:
         forced = [forced] if isinstance(forced, int) else forced
@@ -212,6 +218,8 @@ def without_effect(options: Any, given: Collection[str]) -> list[str]:
         groups.append(((*SAMPLING_KEYS, "seed"), "without do_sample: true"))
     if options.num_beams == 1:
         groups.append((BEAM_KEYS, "without num_beams above 1"))
+    if options.prompt_lookup_num_tokens is None:
+        groups.append((("max_matching_ngram_size",), "without prompt_lookup_num_tokens"))
     groups.append((NEVER_USED, "here: prompts are never empty, and the cache always has the length it needs"))
     sentences = []
     for names, reason in groups:

@@ -8,7 +8,7 @@ from typing import Any
 from mindformers_ext.config.build import unknown_key
 from mindformers_ext.config.errors import Source, joined
 from mindformers_ext.config.generation import conflicts, without_effect
-from mindformers_ext.config.schema import TrainConfig
+from mindformers_ext.config.schema import PredictSection, TrainConfig
 from mindformers_ext.config.section import OpenSection, Section
 
 OPTIMIZERS = ("AdamW",)
@@ -44,6 +44,19 @@ TRAINING_ONLY = (
     *("checkpoint.enable_save", "checkpoint.save_max", "checkpoint.save_interleaved_steps"),
     *("checkpoint.no_save_optim", "checkpoint.no_load_optim"),
 )
+# What only one of the tasks reads.
+SCORE_KEYS = (
+    "target_field",
+    "answer_field",
+    "target_delimiter",
+    "truncation",
+    "rolling",
+    "token_logprobs",
+    "share_prompts",
+)
+GENERATE_KEYS = ("skip_special_tokens", "suppress_unnamed_tokens", "share_prefix", "refill")
+# The one option of decoding that scoring has: how much of a prompt is in one forward.
+SCORE_OPTIONS = ("prefill_chunk_size",)
 # Switches, and the value that asks for what happens anyway; so does false everywhere.
 _OFF = {"recompute.mode": "None", "context.mode": 1}
 _SWITCHES = {"recompute": "mode", "recompute_comm": "enable", "swap": "enable", "profiler": "enable_profiling"}
@@ -63,6 +76,8 @@ def check_rules(config: TrainConfig, source: Source, provided: Collection[str] =
     """
     _check_upstream_rules(config, source)
     _check_supported(config, source)
+    if config.predict.task == "score":
+        _check_score(config.predict, source)
     if config.run_mode == "predict":
         _check_predict(config, source)
     else:
@@ -110,6 +125,15 @@ def _check_predict(config: TrainConfig, source: Source) -> None:
             ("checkpoint", "load_path"),
             "is missing; run_mode: predict needs the folder that holds weights and tokenizer",
         )
+
+
+def _check_score(predict: PredictSection, source: Source) -> None:
+    if predict.target_field is None:
+        for name in ("answer_field", "truncation"):
+            if getattr(predict, name) not in (None, "none"):
+                raise source.error(("predict", name), "needs predict.target_field: the field with what is scored")
+    elif predict.rolling:
+        raise source.error(("predict", "rolling"), "excludes target_field: it scores the prompts themselves")
 
 
 def _check_train(config: TrainConfig, source: Source, provided: Collection[str]) -> None:
@@ -202,9 +226,13 @@ def _refuse_extra(section: OpenSection, path: tuple[str, ...], source: Source) -
 
 
 def _warnings(config: TrainConfig) -> Iterator[str]:
-    for sentence in without_effect(config.generation, config.generation.explicit()):
-        yield f"generation: {sentence}"
+    scores = config.run_mode == "predict" and config.predict.task == "score"
+    if not scores:
+        for sentence in without_effect(config.generation, config.generation.explicit()):
+            yield f"generation: {sentence}"
     if config.run_mode == "predict":
+        if idle := _of_another_task(config):
+            yield f"no effect with predict.task: {config.predict.task}: {', '.join(idle)}"
         keys = (*TRAINING_ONLY, *(key for group in NO_EFFECT.values() for key in group))
         sections = {key for key in keys if _asks(config, key)}
         named = [key for key in keys if key in sections and not _parents(key) & sections]
@@ -215,6 +243,15 @@ def _warnings(config: TrainConfig) -> Iterator[str]:
         named = [key for key in keys if _asks(config, key)]
         if named:
             yield f"no effect: {', '.join(named)} ({reason})"
+
+
+def _of_another_task(config: TrainConfig) -> list[str]:
+    """The keys that the user wrote and that only another task reads."""
+    if config.predict.task == "generate":
+        return [f"predict.{name}" for name in SCORE_KEYS if name in config.predict.given]
+    asked = [f"inference.{name}" for name in ("max_new_tokens",) if config.inference and name in config.inference.given]
+    asked += [f"generation.{name}" for name in config.generation.explicit() if name not in SCORE_OPTIONS]
+    return asked + [f"predict.{name}" for name in GENERATE_KEYS if name in config.predict.given]
 
 
 def _parents(key: str) -> set[str]:

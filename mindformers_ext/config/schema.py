@@ -326,8 +326,15 @@ class InferenceSection(Section):
 class PredictSection(Section):
     """How a predict run treats records and reports."""
 
-    task: Literal["generate"] = "generate"
+    task: Literal["generate", "score"] = "generate"
     dataset_field: Name = "instruction"
+    target_field: Name | None = None
+    answer_field: Name | None = None
+    target_delimiter: str = ""
+    truncation: Literal["none", "left"] = "none"
+    rolling: bool = False
+    token_logprobs: bool = True
+    share_prompts: bool = True
     prompt_template: Name | None = None
     chat_template: Name = "none"
     skip_special_tokens: bool = True
@@ -335,6 +342,7 @@ class PredictSection(Section):
     progress: bool = True
     metrics_file: bool = True
     resume: bool | Literal["auto"] = "auto"
+    share_prefix: bool | Literal["auto"] = "auto"
     on_error: Literal["record", "abort"] = "record"
     max_errors: Count | None = None
     refill: bool = True

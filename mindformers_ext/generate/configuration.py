@@ -76,6 +76,8 @@ class GenerationConfig:
     cache_implementation: Literal["dynamic", "static"] | None = None
     max_cache_len: int | None = None
     prefill_chunk_size: int = 512
+    prompt_lookup_num_tokens: int | None = None
+    max_matching_ngram_size: int = 2
     output_logprobs: int | None = None
     output_scores: bool = False
     return_dict_in_generate: bool = False

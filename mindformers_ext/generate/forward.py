@@ -31,11 +31,12 @@ class BatchForward:
     - ``attention_mask`` additive float32 ``[B, 1, S, T]`` over all T tokens so far, or None where a causal mask does;
       a model with ``new_cache`` gets int32 ``[B, T]`` instead, 1 for real tokens and 0 for pads, or None without pads,
     - ``past_key_values``: what it returned last, pairs (K, V) ``[B, heads, past, D]``; None at first,
-    - ``logits_to_keep``: 1, as only the last position's logits are read,
+    - ``logits_to_keep``: how many of the last positions' logits are read, mostly 1,
 
-    and which returns logits ``[B, S or 1, V]``: alone, as the first of a tuple with ``past_key_values`` the second, or
-    in a dict under these names. A model with ``new_cache(batch_size, max_length)`` gets a cache that it extends in
-    place; one that returns no ``past_key_values`` is run on the whole sequence at every step.
+    and which returns logits ``[B, S, V]``, or of these positions only: alone, as the first of a tuple with
+    ``past_key_values`` the second, or in a dict under these names. A model with ``new_cache(batch_size, max_length)``
+    gets a cache that it extends in place; one that returns no ``past_key_values`` is run on the whole sequence at every
+    step.
 
     Args:
         model: the Cell.
@@ -44,8 +45,11 @@ class BatchForward:
         use_cache: False runs the whole sequence at every step.
         chunk_size: most prompt tokens in one forward.
         before_forward: is called before each forward; what it raises ends the batch.
+        fill: is given this object before the prompts run; it puts the first tokens of the rows into the cache and says
+            how many slots of each row, pads included, these take.
 
     Attributes:
+        prompts: as given.
         num_forwards: how often the model was run.
         cache_bytes: the most that the cache has held so far.
 
@@ -61,8 +65,10 @@ class BatchForward:
         use_cache: bool,
         chunk_size: int,
         before_forward: Callable[[], None] | None = None,
+        fill: Callable[[BatchForward], int] | None = None,
     ) -> None:
         self._model = model
+        self.prompts, self._fill = prompts, fill
         self._before_forward = before_forward
         self.num_forwards = self.cache_bytes = 0
         shard = getattr(model, "model_shard", None)
@@ -89,6 +95,15 @@ class BatchForward:
             self._cache = KVCache(model.new_cache(rows, length + max_new_tokens) if self._in_place else ())
 
     @property
+    def cache(self) -> KVCache | None:
+        """What the layers remember of the tokens so far; None where the model keeps nothing."""
+        return self._cache
+
+    def part(self, prompts: Sequence[Sequence[int]], fill: Callable[[BatchForward], int] | None = None) -> BatchForward:
+        """Another batch of the same model, for some tokens of this one; nothing is generated after them."""
+        return BatchForward(self._model, prompts, 0, True, self._chunk_size, self._before_forward, fill)
+
+    @property
     def length(self) -> int:
         """Tokens of each row, pads included."""
         return self._ids.shape[1]
@@ -96,7 +111,7 @@ class BatchForward:
     def prefill(self) -> Logits:
         """Runs the prompts; returns the logits ``[B, V]`` that follow their last tokens."""
         length = self.length
-        start = 0
+        start = 0 if self._fill is None else self._fill(self)
         while self._cache is not None and start + self._chunk_size < length:
             self._run(start, start + self._chunk_size)
             start += self._chunk_size
@@ -208,8 +223,11 @@ class BatchForward:
         if self._cache is not None:
             self._cache.reorder(order, shared)
 
-    def _run(self, start: int, end: int) -> Tensor | None:
-        """Runs tokens ``start`` to ``end``, those before being in the cache; returns what logits there are here."""
+    def _run(self, start: int, end: int, kept: int = 1) -> Tensor | None:
+        """Runs tokens ``start`` to ``end``, those before being in the cache; returns what logits there are here.
+
+        These are the logits of the last ``kept`` tokens, or of all.
+        """
         mask = self._mask[:, :end]
         given_mask = None
         if self._in_place:
@@ -221,7 +239,7 @@ class BatchForward:
             "position_ids": Tensor.from_numpy(positions),
             "attention_mask": given_mask,
             "past_key_values": self._past(),
-            "logits_to_keep": 1,
+            "logits_to_keep": kept,
         }
         if self._before_forward is not None:
             self._before_forward()
@@ -237,15 +255,15 @@ class BatchForward:
             self._store(past_key_values)
         return logits
 
-    def _last(self, logits: Tensor | None) -> Logits:
-        """What `prefill` and `step` return, from what the forward of the last tokens gave this process."""
+    def _last(self, logits: Tensor | None, kept: int = 1) -> Logits:
+        """The logits of the last ``kept`` tokens of each row, from what the forward gave this process."""
         last = None
         if logits is not None:
-            last = logits if logits.shape[1] == 1 else logits[:, -1:]
-            last = last.asnumpy()[:, 0].astype(np.float32, copy=False)
+            last = logits if logits.shape[1] == kept else logits[:, -kept:]
+            last = last.asnumpy().reshape(-1, last.shape[-1]).astype(np.float32, copy=False)
         is_whole = self._layout.tp.size == 1  # then a foreign model needs no config
         vocab_size = last.shape[1] if last is not None and is_whole else self._model.config.vocab_size
-        return Logits(last, len(self._ids), vocab_size, self._layout, self._waiting)
+        return Logits(last, len(self._ids) * kept, vocab_size, self._layout, self._waiting)
 
     def _past(self) -> Any:
         if self._cache is None or (not self._in_place and not len(self._cache)):

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -15,7 +16,9 @@ from mindspore import Tensor, nn
 from mindformers_ext.generate.beam_search import search_beams
 from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
+from mindformers_ext.generate.lookup import DraftForward, choose_drafted_tokens, lookup_obstacle
 from mindformers_ext.generate.noise import fresh_seed
+from mindformers_ext.generate.prefix import PrefixCache
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.generate.stepwise import choose_tokens
@@ -103,6 +106,7 @@ def generate_rows(
     streamer: Streamer | None = None,
     step_scores: list[np.ndarray] | None = None,
     before_forward: Callable[[], None] | None = None,
+    prefixes: PrefixCache | None = None,
 ) -> list[GeneratedRow]:
     """Extends each prompt; an answer does not depend on the other prompts of the batch.
 
@@ -116,6 +120,7 @@ def generate_rows(
         streamer: see `generate`.
         step_scores: see `choose_tokens`.
         before_forward: is called before each forward; what it raises ends the call.
+        prefixes: shares the common beginning of the prompts; None computes each prompt as a whole.
 
     Returns:
         ``config.num_return_sequences`` rows for each prompt, one prompt after the other.
@@ -137,22 +142,27 @@ def generate_rows(
         raise ValueError("a streamer cannot be used with num_beams > 1: beams are not final before the end")
     if config.num_beams > 1 and step_scores is not None:
         raise ValueError("output_scores cannot be used with num_beams > 1; use output_logprobs")
+    if config.prompt_lookup_num_tokens is not None:
+        _check_lookup(model, len(rows) * config.num_return_sequences, streamer)
     _check_log_probabilities(config, rows)
     try:
         if streamer is not None:
             streamer.put(left_pad(prompts, config.filler)[0])
         with ms._no_grad(), evaluating(model):
-            forward = BatchForward(
+            forward = _new_forward(config)(
                 model,
                 prompts,
                 int(rows.budgets.max()),
                 config.use_cache,
                 config.prefill_chunk_size,
                 before_forward=before_forward,
+                fill=None if prefixes is None else prefixes.fill,
             )
             try:
                 if config.num_beams > 1:
                     answers = search_beams(forward, rows, config, stopping, stats)
+                elif isinstance(forward, DraftForward):
+                    answers = choose_drafted_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
                 else:
                     answers = choose_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
                 forward.finish()
@@ -181,6 +191,22 @@ def evaluating(model: nn.Cell) -> Iterator[None]:
 def num_alternatives(budgets: Sequence[int], config: GenerationConfig) -> int:
     """How many alternatives to tokens rows with these budgets may have."""
     return sum(budgets) * config.num_return_sequences * (config.output_logprobs or 0)
+
+
+def _new_forward(config: GenerationConfig) -> Callable[..., BatchForward]:
+    drafts = config.prompt_lookup_num_tokens
+    return BatchForward if drafts is None else partial(DraftForward, num_drafts=drafts)
+
+
+def _check_lookup(model: Any, num_rows: int, streamer: Streamer | None) -> None:
+    obstacle = lookup_obstacle(model, num_rows)
+    if obstacle is not None:
+        raise ValueError(f"prompt_lookup_num_tokens: {obstacle}")
+    if streamer is not None and num_rows > 1:
+        raise ValueError(
+            f"a streamer cannot be used with prompt_lookup_num_tokens and {num_rows} rows, which get tokens at their "
+            "own pace; give one prompt"
+        )
 
 
 def _check_log_probabilities(config: GenerationConfig, rows: Rows) -> None:

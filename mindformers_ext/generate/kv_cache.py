@@ -8,6 +8,13 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, mint, ops
 
+from mindformers_ext.models.cache import RowCopy, copy_rows
+
+
+def can_crop(model: Any, cache: KVCache) -> bool:
+    """Whether all layers of a model can forget their last tokens, those on other stages of a pipeline included."""
+    return bool(getattr(model, "can_crop_cache", cache.can_crop))
+
 
 class KVCache(Sequence[Any]):
     """State of all layers.
@@ -119,6 +126,17 @@ class KVCache(Sequence[Any]):
             else:
                 entry.take_rows(rows, other)
 
+    def copied(self, rows: np.ndarray) -> KVCache:
+        """Returns a cache whose row ``i`` is a copy of row ``rows[i]``; this one stays as it is."""
+        return KVCache(
+            [
+                tuple(ops.gather(t, Tensor(rows.astype(np.int32)), 0) for t in entry)
+                if isinstance(entry, tuple | list)
+                else copy_rows(entry, rows)
+                for entry in self._layers
+            ]
+        )
+
     def crop(self, length: int) -> None:
         """Forgets all tokens from ``length`` on."""
         for index, entry in enumerate(self._layers):
@@ -126,6 +144,27 @@ class KVCache(Sequence[Any]):
                 self._layers[index] = tuple(mint.narrow(t, 2, 0, min(length, t.shape[2])) for t in entry)
             else:
                 entry.crop(length)
+
+    @property
+    def can_crop(self) -> bool:
+        """Whether every entry can forget its last tokens."""
+        return all(isinstance(entry, tuple | list) or entry.can_crop for entry in self._layers)
+
+    def take(self, source: KVCache, copies: Sequence[RowCopy], length: int) -> None:
+        """Takes over rows of another cache of the same model; see `LayerState.take`."""
+        for entry, given in zip(self._layers, source, strict=True):
+            entry.take(given, copies, length)
+
+    def rearrange(self, slots: np.ndarray) -> None:
+        """Makes slot ``t`` of row ``i`` what was slot ``slots[i, t]``, int ``[B, T]``; others are forgotten."""
+        for index, entry in enumerate(self._layers):
+            if isinstance(entry, tuple | list):
+                where = slots[:, None, :, None]
+                self._layers[index] = tuple(
+                    Tensor.from_numpy(np.take_along_axis(part.asnumpy(), where, axis=2)) for part in entry
+                )
+            else:
+                entry.rearrange(slots)
 
     def detach(self) -> KVCache:
         """Cuts pairs of tensors off the gradient graph; state objects never are on it."""

@@ -28,6 +28,7 @@ from mindformers_ext.generate.generation import (
 )
 from mindformers_ext.generate.logprobs import Recorded, record_logprobs
 from mindformers_ext.generate.noise import fresh_seed
+from mindformers_ext.generate.prefix import PrefixCache
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.generate.stepwise import finished_row, scores_of
@@ -41,6 +42,8 @@ def refill_obstacle(model: Any, config: GenerationConfig, num_prompts: int) -> s
     """Returns why the rows of a batch of so many prompts cannot be replaced one by one, None if they can."""
     if config.num_beams > 1:
         return "the beams of a batch are ranked and moved together"
+    if config.prompt_lookup_num_tokens is not None:
+        return "prompt lookup takes a batch from its beginning to its end"
     if config.max_time is not None:
         return "max_time counts from the beginning of a batch"
     accepted = inspect.signature(model.construct).parameters
@@ -74,6 +77,7 @@ class RefilledBatch:
         stats: is added to.
         decode: ``(prompt ids, new ids) -> text of the new ids``; needed for stop strings.
         step_check: gives for each batch what is called before each of its forwards; what that raises ends it.
+        prefixes: shares what prompts begin with; None computes each of them as a whole.
 
     Raises:
         ValueError: stop strings without ``decode``.
@@ -87,6 +91,7 @@ class RefilledBatch:
         stats: GenerationStats,
         decode: DecodeNew | None = None,
         step_check: Callable[[], Callable[[], None]] | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         if config.do_sample and config.seed is None:
             config = copy.copy(config)
@@ -98,6 +103,7 @@ class RefilledBatch:
         self._logits: Logits | None = None
         self._stopping = Stopping(config, decode, bool if shard is None else shard.context.unit.any)
         self._step_check = step_check
+        self._fill = None if prefixes is None else prefixes.fill
         self.reset(num_prompts)
 
     def reset(self, num_prompts: int) -> None:
@@ -161,6 +167,7 @@ class RefilledBatch:
             config.use_cache,
             config.prefill_chunk_size,
             before_forward=self._before_forward,
+            fill=self._fill,
         )
         forward.limit(int((rows.prompt_lengths + rows.budgets).max()), int(rows.budgets.max()))
         with self._stats.prefill(int(rows.prompt_lengths.sum())):

@@ -18,6 +18,10 @@ class GenerationStats:
 
     ``forwards`` counts runs of the model, idle ones aside; ``cache_bytes`` is the most that a cache has held.
 
+    Of ``prefill_tokens``, ``shared_tokens`` were taken from states of common beginnings; these took ``prefix_tokens``
+    to compute, and ``prefix_bytes`` at most. Of ``drafted_tokens``, which prompt lookup proposed, ``accepted_tokens``
+    were what the model chose.
+
     Attributes:
         steps: forwards that are done, for those who watch a run; a prefill counts as one.
     """
@@ -28,6 +32,11 @@ class GenerationStats:
     decode_tokens: int = 0
     forwards: int = 0
     cache_bytes: int = 0
+    shared_tokens: int = 0
+    prefix_tokens: int = 0
+    prefix_bytes: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.steps = 0

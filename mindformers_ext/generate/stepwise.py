@@ -50,8 +50,8 @@ def choose_tokens(
         logits, rows = logits.select(copies), rows.repeated(config.num_return_sequences)
     choose = Choice(config, logits.vocab_size, watched=step_scores is not None)
     if step_scores is not None:
-        _check_room(logits.vocab_size, rows)
-    answers = _Answers(len(rows), int(rows.budgets.max()), config)
+        check_room(logits.vocab_size, rows)
+    answers = Answers(len(rows), int(rows.budgets.max()), config)
     while True:
         with stats.decode():
             step = choose(logits, rows)
@@ -85,7 +85,8 @@ def scores_of(step: Chosen) -> Callable[[], np.ndarray]:
     return scores
 
 
-def _check_room(vocab_size: int, rows: Rows) -> None:
+def check_room(vocab_size: int, rows: Rows) -> None:
+    """Refuses to keep more scores than memory should hold."""
     needed = len(rows) * vocab_size * 4 * int(rows.budgets.max())
     if needed > _MOST_SCORES:
         raise ValueError(
@@ -94,8 +95,14 @@ def _check_room(vocab_size: int, rows: Rows) -> None:
         )
 
 
-class _Answers:
-    """What the rows got so far, by their numbers at the start."""
+class Answers:
+    """What the rows got so far, by their numbers at the start.
+
+    Args:
+        num_rows: rows at the start.
+        room: most new tokens of a row.
+        config: options.
+    """
 
     def __init__(self, num_rows: int, room: int, config: GenerationConfig) -> None:
         self._found: list[GeneratedRow | None] = [None] * num_rows

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from mindspore import Tensor
@@ -16,13 +17,33 @@ from mindformers_ext.parallel.collectives import Group
 _FIRST_CAPACITY = 128
 
 
+@dataclass(frozen=True)
+class RowCopy:
+    """A row of one state that another state takes over.
+
+    Attributes:
+        source: its number in the state that it comes from, where it has no pads.
+        target: its number in the state that takes it.
+        start: slot of its first token there.
+        count: how many of its tokens are taken, the first ones.
+    """
+
+    source: int
+    target: int
+    start: int
+    count: int
+
+
 class LayerState:
     """State of one layer for the rows of a batch: the interface that every kind of layer fills.
 
     Attributes:
         max_length: most tokens that a row will ever hold.
         length: tokens that each row holds, pads included; the layer counts it on.
+        can_crop: whether it can forget its last tokens.
     """
+
+    can_crop: ClassVar[bool] = False
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
@@ -81,6 +102,16 @@ class LayerState:
         """
         raise NotImplementedError
 
+    def take(self, source: Any, copies: Sequence[RowCopy], length: int) -> None:
+        """Takes over rows of another state of the same layer, whose memory stays its own.
+
+        Args:
+            source: a state of the same class.
+            copies: which rows go where. A state that cannot be cropped takes all tokens of a row, or none.
+            length: tokens that each row holds then, pads included.
+        """
+        raise NotImplementedError
+
     def clear(self) -> None:
         """Frees the buffers."""
         raise NotImplementedError
@@ -94,6 +125,8 @@ class SlotState(LayerState):
         shapes: heads and D of each buffer.
         max_length: most tokens a row will ever hold.
     """
+
+    can_crop = True
 
     def __init__(self, batch_size: int, shapes: Sequence[tuple[int, int]], max_length: int) -> None:
         super().__init__(max_length)
@@ -152,6 +185,22 @@ class SlotState(LayerState):
         for buffer, other in zip(self.buffers, source.buffers, strict=True):
             ops.put_rows(buffer, rows, self.length, other, source.length - count, source.length)
 
+    def take(self, source: SlotState, copies: Sequence[RowCopy], length: int) -> None:
+        """See `LayerState.take`."""
+        self.reserve(length)
+        for row in copies:
+            for buffer, given in zip(self.buffers, source.buffers, strict=True):
+                copy_slots(buffer, row, given, row.count)
+        self.length = length
+
+    def rearrange(self, slots: np.ndarray) -> None:
+        """Makes slot ``t`` of row ``i`` what was slot ``slots[i, t]``, int ``[B, T]``; others are forgotten."""
+        length = slots.shape[1]
+        for buffer in self.buffers:
+            moved = np.take_along_axis(buffer.asnumpy(), slots[:, None, :, None], axis=2)
+            ops.write_slots(buffer, 0, Tensor.from_numpy(moved))
+        self.length = length
+
     def clear(self) -> None:
         """See `LayerState.clear`."""
         self.buffers = [zeros(*buffer.shape[:2], 0, buffer.shape[3]) for buffer in self.buffers]
@@ -199,6 +248,12 @@ class KeyValueState(SlotState):
         return (key, value) if first else (self.key, self.value)
 
 
+def copy_slots(buffer: Tensor, row: RowCopy, given: Tensor, count: int) -> None:
+    """Writes the first ``count`` slots of a row of ``given`` ``[B, N, T, ...]`` into ``buffer``, in place."""
+    values = np.ascontiguousarray(given.asnumpy()[row.source : row.source + 1, :, :count])
+    ops.write_slots(ops.view_rows(buffer, row.target, row.target + 1), row.start, Tensor.from_numpy(values))
+
+
 def view_rows(state: Any, begin: int, end: int) -> Any:
     """Returns the state of some rows, whose buffers are those of ``state``: what is written to one is in the other.
 
@@ -213,6 +268,22 @@ def view_rows(state: Any, begin: int, end: int) -> Any:
         elif _is_state(value):
             setattr(view, name, view_rows(value, begin, end))
     return view
+
+
+def copy_rows(state: Any, rows: np.ndarray) -> Any:
+    """Returns a state whose row ``i`` is a copy of row ``rows[i]`` of ``state``, which stays as it is."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return Tensor.from_numpy(value.asnumpy()[rows])
+        if isinstance(value, list):
+            return [copied(part) for part in value]
+        return copy_rows(value, rows) if hasattr(value, "__dict__") else value
+
+    taken = copy.copy(state)
+    for name, value in vars(state).items():
+        setattr(taken, name, copied(value))
+    return taken
 
 
 def take_numbers(state: Any, views: Sequence[Any]) -> None:

@@ -6,11 +6,14 @@ w of a row covers its positions from ``w * rate`` on, whatever pads the row bega
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 from mindspore import Tensor
 
 from mindformers_ext import ops
-from mindformers_ext.models.cache import LayerState, zeros
+from mindformers_ext.models.cache import LayerState, RowCopy, copy_slots, zeros
 from mindformers_ext.models.mask import MASKED
 
 _FIRST_BLOCKS = 32
@@ -76,6 +79,12 @@ class CompressorState:
             ops.put_ring_rows(ring, rows, length, other, source_length)
         count = min(length, source_length) // self.rate
         ops.put_rows(self.blocks, rows, count, source.blocks, 0, count)
+
+    def take(self, source: CompressorState, row: RowCopy) -> None:
+        """Takes over a row; its blocks are those of its positions, wherever it begins."""
+        for ring, given in ((self.values, source.values), (self.gates, source.gates)):
+            copy_ring(ring, row, given)
+        copy_slots(self.blocks, replace(row, start=0), source.blocks, row.count // self.rate)
 
     def clear(self) -> None:
         """Frees the buffers."""
@@ -164,6 +173,22 @@ class SparseAttentionState(LayerState):
         ops.put_ring_rows(self.window, rows, self.length, source.window, source.length)
         self.pads = max(self.pads, source.pads + self.length - source.length)
 
+    def take(self, source: SparseAttentionState, copies: Sequence[RowCopy], length: int) -> None:
+        """See `LayerState.take`.
+
+        Raises:
+            ValueError: other than all tokens of a row are wanted.
+        """
+        self.reserve(length)
+        for row in copies:
+            if row.count != source.length:
+                raise ValueError(f"the state of {source.length} tokens cannot become that of {row.count}")
+            copy_ring(self.window, row, source.window)
+            for part, given in zip(self._parts(), source._parts(), strict=True):
+                part.take(given, row)
+            self.pads = max(self.pads, row.start)
+        self.length = length
+
     def clear(self) -> None:
         """See `LayerState.clear`."""
         for part in self._parts():
@@ -173,6 +198,13 @@ class SparseAttentionState(LayerState):
 
     def _parts(self) -> list[CompressorState]:
         return [part for part in (self.compressor, self.indexer) if part is not None]
+
+
+def copy_ring(ring: Tensor, row: RowCopy, given: Tensor) -> None:
+    """Writes what the ring ``given`` still has of a row into ``ring``, both ``[B, 1, R, D]`` with their own R."""
+    first = row.count - given.shape[2]  # below 0 if it is not full: slots without a token are copied too
+    tokens = ops.read_ring(ops.view_rows(given, row.source, row.source + 1), first, row.count)
+    ops.write_ring(ops.view_rows(ring, row.target, row.target + 1), row.start + first, tokens)
 
 
 def move_ring_rows(ring: Tensor, rows: np.ndarray, start: int, stop: int) -> None:

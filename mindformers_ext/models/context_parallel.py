@@ -33,6 +33,8 @@ class SharedState(LayerState):
         slots: int ``[n]``, the slots that are kept here, ascending, in the order of the buffers.
     """
 
+    can_crop = True
+
     def __init__(self, state: SlotState, group: Group) -> None:
         super().__init__(state.max_length)
         self.state, self._group = state, group

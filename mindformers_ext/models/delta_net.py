@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from mindspore import Tensor, nn
 
 from mindformers_ext import ops
-from mindformers_ext.models.cache import LayerState, zeros
+from mindformers_ext.models.cache import LayerState, RowCopy, zeros
 from mindformers_ext.models.config import DeltaNetConfig, TransformerConfig
 from mindformers_ext.models.context import ForwardContext
 from mindformers_ext.models.layers import Linear, RMSNorm, empty_parameter
@@ -65,6 +67,20 @@ class DeltaNetState(LayerState):
         """See `LayerState.take_rows`."""
         for buffer, other in ((self.conv, source.conv), (self.recurrent, source.recurrent)):
             ops.put_rows(buffer, rows, buffer.shape[2], other, 0, other.shape[2])
+
+    def take(self, source: DeltaNetState, copies: Sequence[RowCopy], length: int) -> None:
+        """See `LayerState.take`; a state is that of all its tokens.
+
+        Raises:
+            ValueError: other than all tokens of a row are wanted.
+        """
+        for row in copies:
+            if row.count != source.length:
+                raise ValueError(f"the state of {source.length} tokens cannot become that of {row.count}")
+            for buffer, given in ((self.conv, source.conv), (self.recurrent, source.recurrent)):
+                values = np.ascontiguousarray(given.asnumpy()[row.source : row.source + 1])
+                ops.write_slots(ops.view_rows(buffer, row.target, row.target + 1), 0, Tensor.from_numpy(values))
+        self.length = length
 
     def clear(self) -> None:
         """See `LayerState.clear`."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -22,6 +22,8 @@ from mindformers_ext.models.shard import ModelShard, shard_of
 from mindformers_ext.models.weights import WeightLayout
 from mindformers_ext.parallel.plan import Region
 from mindformers_ext.parallel.sharded_parameters import ShardedParameters
+
+_SCORED_AT_ONCE = 2**24  # logits that exist at the same time where tokens are scored
 
 
 class GPTModel(nn.Cell):
@@ -51,6 +53,7 @@ class GPTModel(nn.Cell):
             self._sharded = ShardedParameters(self._parameters_by_name, self.model_shard.sharing)
         # Recurrent layers and compressed blocks follow the order of tokens, whatever a mask says.
         self.takes_additive_mask = set(config.layer_types) == {"full_attention"}
+        self.can_crop_cache = self.takes_additive_mask
 
     def construct(
         self,
@@ -60,6 +63,7 @@ class GPTModel(nn.Cell):
         past_key_values: Sequence[LayerState] | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | None = None,
+        score_targets: Tensor | None = None,
     ) -> dict[str, object] | Tensor:
         """Runs the model.
 
@@ -71,17 +75,23 @@ class GPTModel(nn.Cell):
             past_key_values: state of earlier tokens, from `new_cache`; extended in place.
             labels: int32 ``[B, S]``, the token that follows each input token; -100 does not count.
             logits_to_keep: the last so many positions go through the head; None takes all.
+            score_targets: int32 ``[B, S]``, a token after each input token whose probability is asked for; -100 for
+                none, and then the position does not go through the head.
 
         Returns:
-            With labels the mean loss, a float32 scalar. Without, ``{"logits": float32 [B, S or kept, V],
-            "past_key_values": past_key_values}``; under tensor parallelism the logits of this process' part of the
-            vocabulary.
+            With score_targets ``{"scores": float32 [B, S, 4], "past_key_values": past_key_values}``, see
+            `ops.token_scores`; zeros where nothing is asked. With labels the mean loss, a float32 scalar. Else
+            ``{"logits": float32 [B, S or kept, V], "past_key_values": past_key_values}``; under tensor parallelism the
+            logits of this process' part of the vocabulary.
         """
         batch, length = input_ids.shape
         past = past_key_values[0].length if past_key_values else 0
         hidden = self.run_layers(None, input_ids, position_ids, attention_mask, past_key_values)
         if labels is not None:
             return ops.cross_entropy(self._head(hidden), labels.reshape(-1))
+        if score_targets is not None:
+            scores = self.score_tokens(hidden, score_targets, past)
+            return {"scores": scores, "past_key_values": past_key_values}
         logits = self.run_head(hidden, batch, length, logits_to_keep, past)
         return {"logits": logits, "past_key_values": past_key_values}
 
@@ -141,6 +151,35 @@ class GPTModel(nn.Cell):
             hidden = hidden.reshape(batch, length, -1)[:, length - kept :].reshape(batch * kept, -1)
         logits = self._head(hidden)
         return logits.reshape(batch, -1, logits.shape[-1])
+
+    def score_tokens(self, hidden: Tensor, targets: Tensor, past: int = 0) -> Tensor:
+        """Turns what `run_layers` gave in the last stage into scores ``[B, S, 4]``, as `construct` has them.
+
+        Args:
+            hidden: what `run_layers` gave.
+            targets: see `construct`.
+            past: tokens before them.
+        """
+        asked = targets.asnumpy()
+        share = self._share(past, asked.shape[1])
+        is_split = share is not None and share.is_split
+        if share is not None and is_split:
+            asked = asked[:, slice(*share.own)]
+        batch, length = asked.shape
+        asked = asked.reshape(-1)
+        rows = np.flatnonzero(asked >= 0)
+        first, end = self.model_shard.vocab
+        step = max(_SCORED_AT_ONCE // (end - first), 1)
+        scores = np.zeros((len(asked), 4), np.float32)
+        # Both blocks are entered once, however many rows there are: the processes join parameters in them.
+        normed = self._normed(Tensor.from_numpy(hidden.asnumpy()[rows])).asnumpy()
+        with self._projection() as project:
+            for start in range(0, len(rows), step):
+                chosen = rows[start : start + step]
+                logits = project(Tensor.from_numpy(normed[start : start + step]))
+                scores[chosen] = ops.token_scores(logits.asnumpy(), asked[chosen], first)
+        result = Tensor.from_numpy(scores.reshape(batch, length, -1))
+        return share.gather(result, 1) if share is not None and is_split else result
 
     def local_length(self, past: int, length: int) -> int:
         """Returns how many of ``length`` new tokens this process computes, after ``past`` others."""
@@ -204,13 +243,23 @@ class GPTModel(nn.Cell):
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Final norm and logits: float32 ``[N, H]`` to ``[N, V]``."""
+        normed = self._normed(hidden)
+        with self._projection() as project:
+            return project(normed)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
         with self._joined(self.decoder.final_layernorm, self.decoder.hc_head):
-            hidden = self.decoder.finish(hidden)
+            return self.decoder.finish(hidden) if len(hidden) else hidden
+
+    @contextmanager
+    def _projection(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Gives what turns normed rows into logits."""
         if self.config.tie_word_embeddings:
             with self._joined(self.embedding):
-                return ops.linear(hidden, self.embedding.word_embeddings.weight)
-        with self._joined(self.output_layer):
-            return self.output_layer(hidden)
+                yield lambda normed: ops.linear(normed, self.embedding.word_embeddings.weight)
+        else:
+            with self._joined(self.output_layer):
+                yield self.output_layer
 
     def _joined(self, *cells: nn.Cell | None) -> AbstractContextManager[None]:
         """Within it the parameters of blocks can be used, wherever they are kept."""

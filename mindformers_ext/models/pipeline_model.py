@@ -29,7 +29,7 @@ class PipelineModel(nn.Cell):
         super().__init__()
         self.stage = stage
         self.config, self.model_shard = stage.config, stage.model_shard
-        self.takes_additive_mask = stage.takes_additive_mask
+        self.takes_additive_mask, self.can_crop_cache = stage.takes_additive_mask, stage.can_crop_cache
         context = self.model_shard.context
         hyper = self.config.hyper_connections
         self._width = self.config.hidden_size * (1 if hyper is None else hyper.num_residual_streams)
@@ -53,8 +53,9 @@ class PipelineModel(nn.Cell):
         attention_mask: Tensor | None = None,
         past_key_values: Sequence[LayerState] | None = None,
         logits_to_keep: int | None = None,
+        score_targets: Tensor | None = None,
     ) -> dict[str, object]:
-        """See `GPTModel.construct`; the logits are None outside the last stage."""
+        """See `GPTModel.construct`; logits and scores are None outside the last stage."""
         states = list(past_key_values or ())
         for state in states:
             state.reserve(state.length + input_ids.shape[1])
@@ -66,13 +67,14 @@ class PipelineModel(nn.Cell):
             attention_mask=attention_mask,
             past_key_values=PerMicroBatch([view or None for view in views]),
             logits_to_keep=logits_to_keep,
+            score_targets=score_targets,
         )
         for index, state in enumerate(states):
             take_numbers(state, [view[index] for view in views])
-        logits = None
+        result = None
         if outputs:
-            logits = Tensor.from_numpy(np.concatenate([output.asnumpy() for output in outputs]))
-        return {"logits": logits, "past_key_values": past_key_values}
+            result = Tensor.from_numpy(np.concatenate([output.asnumpy() for output in outputs]))
+        return {"logits" if score_targets is None else "scores": result, "past_key_values": past_key_values}
 
     def new_cache(self, batch_size: int, max_length: int) -> list[LayerState]:
         """See `GPTModel.new_cache`; the layers of this process."""
@@ -108,12 +110,20 @@ class _Stage(nn.Cell):
         self.model = model
 
     def construct(
-        self, hidden: Tensor | None = None, *, input_ids: Tensor, logits_to_keep: int | None = None, **inputs: Any
+        self,
+        hidden: Tensor | None = None,
+        *,
+        input_ids: Tensor,
+        logits_to_keep: int | None = None,
+        score_targets: Tensor | None = None,
+        **inputs: Any,
     ) -> Tensor:
         states = inputs["past_key_values"]
         past = states[0].length if states else 0
         hidden = self.model.run_layers(hidden, input_ids, **inputs)
         if not self.model.model_shard.is_last:
             return hidden.astype(ms.float32)
+        if score_targets is not None:
+            return self.model.score_tokens(hidden, score_targets, past)
         batch, length = input_ids.shape
         return self.model.run_head(hidden, batch, length, logits_to_keep, past)

@@ -38,6 +38,7 @@ from mindformers_ext.ops.sparse_attention import (
     sink_attention,
     window_attention,
 )
+from mindformers_ext.ops.token_scores import token_scores
 
 __all__ = [
     "Routing",
@@ -80,6 +81,7 @@ __all__ = [
     "sink_attention",
     "split_latent",
     "swiglu",
+    "token_scores",
     "unit_offset",
     "view_rows",
     "window_attention",

@@ -6,14 +6,14 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from mindformers_ext.predict.completion import Completion
 from mindformers_ext.predict.records import ErrorType, Record, RecordError
 
 logger = logging.getLogger(__name__)
 
-Decode: TypeAlias = Callable[[list[list[int]], list[int]], list[Completion]]
+# Takes what a task makes of some records and the indices of these; returns what the model says of them, in that order.
+Decode: TypeAlias = Callable[[list[Any], list[int]], list[Any]]
 
 _MAX_MESSAGE = 500
 _MAX_LOGGED_FAILURES = 5
@@ -41,16 +41,26 @@ class BatchError(RuntimeError):
 
 @dataclass
 class Job:
-    """A record on its way: with ids when it can be answered, then with completions or an error.
+    """A record on its way: with ids when it can be answered, then with answers or an error.
 
-    `content` is the hash of the record, 0 where nobody asks for it.
+    Attributes:
+        record: the record.
+        prompt_ids: of its prompt.
+        error: why it has no answer.
+        content: hash of the record, 0 where nobody asks for it.
+        answers: what the model says: a `Completion` for each sequence that was asked for, or what another task takes.
     """
 
     record: Record
     prompt_ids: list[int]
     error: RecordError | None
     content: int = 0
-    completions: list[Completion] = field(default_factory=list)
+    answers: list[Any] = field(default_factory=list)
+
+    @property
+    def prompt(self) -> Any:
+        """What the model is asked."""
+        return self.prompt_ids
 
 
 def fault_of(error: BaseException) -> RecordError:
@@ -96,10 +106,10 @@ class Answerer:
         self._traced = False
 
     def answer(self, jobs: Sequence[Job]) -> None:
-        """Gives each job completions, or an error.
+        """Gives each job answers, or an error.
 
         Raises:
-            RuntimeError: `decode` returned too many completions, or too few.
+            RuntimeError: `decode` returned too many answers, or too few.
         """
         size = self.batch_size
         if len(jobs) > size:
@@ -108,18 +118,18 @@ class Answerer:
             return
         failure: RecordError | None = None
         try:
-            completions = self._decode([job.prompt_ids for job in jobs], [job.record.index for job in jobs])
+            answers = self._decode([job.prompt for job in jobs], [job.record.index for job in jobs])
         except FAULTS_OF_RECORDS as error:
             failure = fault_of(error)
             self.log(jobs, failure, error)
         # Out of the except block: the traceback holds the failed step's tensors, which the retry may need room for.
         if failure is None:
-            self.share_out(jobs, completions)
+            self.share_out(jobs, answers)
         else:
             self.retry(jobs, failure)
 
     def retry(self, jobs: Sequence[Job], failure: RecordError) -> None:
-        """Gives the jobs of a batch that failed completions, or an error."""
+        """Gives the jobs of a batch that failed answers, or an error."""
         if len(jobs) == 1:
             jobs[0].error = failure
             return
@@ -130,19 +140,17 @@ class Answerer:
         self.answer(jobs[:middle])
         self.answer(jobs[middle:])
 
-    def share_out(self, jobs: Sequence[Job], completions: list[Completion]) -> None:
-        """Gives each job its completions.
+    def share_out(self, jobs: Sequence[Job], answers: list[Any]) -> None:
+        """Gives each job its answers.
 
         Raises:
             RuntimeError: there are too many, or too few.
         """
         each = self._num_sequences
-        if len(completions) != each * len(jobs):
-            raise RuntimeError(
-                f"decode returned {len(completions)} completions for {len(jobs)} prompts, not {each} for each"
-            )
+        if len(answers) != each * len(jobs):
+            raise RuntimeError(f"decode returned {len(answers)} answers for {len(jobs)} prompts, not {each} for each")
         for index, job in enumerate(jobs):
-            job.completions = completions[each * index : each * (index + 1)]
+            job.answers = answers[each * index : each * (index + 1)]
 
     def log(self, jobs: Sequence[Job], failure: RecordError, error: Exception) -> None:
         """Writes a line about a batch that failed, unless there were many of them."""

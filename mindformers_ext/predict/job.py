@@ -15,7 +15,7 @@ from mindformers_ext.predict.journal import SCHEMA, Journal
 from mindformers_ext.predict.manifest import Manifest, fitting_manifest, write_manifest
 from mindformers_ext.predict.output_files import check_output, journal_path
 from mindformers_ext.predict.stop import JobStoppedError
-from mindformers_ext.predict.summary import RunSummary
+from mindformers_ext.predict.summary import RunSummary, row_output
 from mindformers_ext.predict.writers import keeps_ids, read_rows, write_rows
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class OutputJob:
         except OSError as error:
             raise JobStoppedError(_told(error)) from error
 
-    def publish(self, num_records: int, outputs: list[tuple[int, list[int]]] | None = None) -> RunSummary:
+    def publish(self, num_records: int, outputs: list[tuple[int, Any]] | None = None) -> RunSummary:
         """Builds the output and its manifest, and removes the journal.
 
         Args:
@@ -88,7 +88,7 @@ class OutputJob:
             for row in rows:
                 summary.add_row(row)
                 if outputs is not None and "error" not in row:
-                    outputs.append((row["sample_idx"], row["generated_ids"]))
+                    outputs.append((row["sample_idx"], row_output(row)))
                 yield row
 
         try:
@@ -106,6 +106,7 @@ class OutputJob:
                 new_tokens=summary.new_tokens,
                 identity=journal.header.identity,
                 facts=journal.header.facts,
+                score_sums=summary.score_sums,
             )
             write_manifest(self.path, manifest)
         except OSError as error:
@@ -114,9 +115,9 @@ class OutputJob:
         self._journal = None
         return summary
 
-    def stored_outputs(self) -> list[tuple[int, list[int]]]:
+    def stored_outputs(self) -> list[tuple[int, Any]]:
         """Returns (sample_idx, ids of prompt and answer) of every answer in an output that was complete before."""
-        return [(row["sample_idx"], row["generated_ids"]) for row in read_rows(self.path) if "error" not in row]
+        return [(row["sample_idx"], row_output(row)) for row in read_rows(self.path) if "error" not in row]
 
 
 def open_job(

@@ -31,6 +31,7 @@ class Manifest:
         new_tokens: of all answers.
         identity: everything that the rows depend on, see `identity_differences`.
         facts: what the run chose itself: the seed of sampling.
+        score_sums: of scores, see `RunSummary`.
         manifest: version of this form.
     """
 
@@ -45,6 +46,7 @@ class Manifest:
     new_tokens: int
     identity: dict[str, Any]
     facts: dict[str, Any] = field(default_factory=dict)
+    score_sums: dict[str, float] = field(default_factory=dict)
     manifest: int = SCHEMA
 
     def summary(self) -> RunSummary:
@@ -57,6 +59,7 @@ class Manifest:
             new_tokens=self.new_tokens,
             num_resumed=self.records,
             seed=self.facts.get("seed"),
+            score_sums=dict(self.score_sums),
         )
 
 

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindformers_ext.predict.completion import Completion
 from mindformers_ext.predict.identity import package_versions
 from mindformers_ext.predict.isolation import Decode
 from mindformers_ext.predict.output_files import check_output, replace_file
@@ -33,6 +32,11 @@ class RankReport:
         weight_bytes: parameters that it keeps.
         cache_bytes: the most that a cache has held.
         peak_memory_bytes: the most memory that the process has had, since it began.
+        shared_tokens: prompt tokens that were taken from the state of a common beginning.
+        prefix_tokens: tokens that were computed for such states.
+        prefix_bytes: the most that these have held.
+        drafted_tokens: tokens that prompt lookup proposed.
+        accepted_tokens: those of them that were chosen.
         idle_share: share of the time in which a stage of a pipeline waited for others, 0 to 1; None without a pipeline.
         traffic: calls and bytes that it sent, by group.
     """
@@ -46,6 +50,11 @@ class RankReport:
     peak_memory_bytes: int
     idle_share: float | None = None
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
+    shared_tokens: int = 0
+    prefix_tokens: int = 0
+    prefix_bytes: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> RankReport:
@@ -64,11 +73,11 @@ class Latencies:
     def timed(self, decode: Decode) -> Decode:
         """Returns ``decode``, which notes how long each batch takes that it answers."""
 
-        def answer(prompts: list[list[int]], indices: list[int]) -> list[Completion]:
+        def answer(prompts: list[Any], indices: list[int]) -> list[Any]:
             start = self._clock()
-            completions = decode(prompts, indices)
+            answers = decode(prompts, indices)
             self._batches.append((self._clock() - start, len(prompts)))
-            return completions
+            return answers
 
         return answer
 
@@ -119,6 +128,25 @@ def joined_traffic(reports: Sequence[RankReport], new_tokens: int) -> dict[str, 
     return joined
 
 
+def shared_prefixes(reports: Sequence[RankReport]) -> dict[str, int]:
+    """Prompt tokens of all replicas that were shared, what was computed for that, and the most that a process kept."""
+    leading = [report for report in reports if report.leads]
+    return {
+        "shared_tokens": sum(report.shared_tokens for report in leading),
+        "computed_tokens": sum(report.prefix_tokens for report in leading),
+        "bytes": max(report.prefix_bytes for report in reports),
+    }
+
+
+def lookup_counts(reports: Sequence[RankReport]) -> dict[str, int]:
+    """Tokens that prompt lookup proposed on all replicas, and those that were chosen."""
+    leading = [report for report in reports if report.leads]
+    return {
+        "drafted": sum(report.drafted_tokens for report in leading),
+        "accepted": sum(report.accepted_tokens for report in leading),
+    }
+
+
 def format_measures(reports: Sequence[RankReport], new_tokens: int) -> list[str]:
     """Returns lines of what processes hold, send and wait."""
     lines = [
@@ -129,6 +157,14 @@ def format_measures(reports: Sequence[RankReport], new_tokens: int) -> list[str]
             ("peak memory per rank", [report.peak_memory_bytes for report in reports]),
         )
     ]
+    shared, drafts = shared_prefixes(reports), lookup_counts(reports)
+    if shared["shared_tokens"]:
+        lines.append(
+            f"shared prefixes: {shared['shared_tokens']} prompt tokens from {shared['computed_tokens']} computed ones, "
+            f"{_bytes(shared['bytes'])} kept"
+        )
+    if drafts["drafted"]:
+        lines.append(f"prompt lookup: {drafts['accepted']} of {drafts['drafted']} drafted tokens were chosen")
     sent = [
         f"{name} {_bytes(counts['bytes_per_new_token'])} in {counts['calls_per_new_token']:.2f} calls"
         for name, counts in joined_traffic(reports, new_tokens).items()
@@ -188,10 +224,13 @@ def run_metrics(
         },
         "finish_reasons": dict(sorted(summary.finish_reasons.items())),
         "errors": dict(sorted(summary.errors.items())),
+        **({"scores": summary.scores} if summary.scores else {}),
         "wall_seconds": summary.wall_seconds,
         "tokens": {"prompt": summary.prompt_tokens, "new": summary.new_tokens},
         "prefill": _rate(timings.prefill_tokens, timings.prefill_seconds),
         "decode": _rate(timings.decode_tokens, timings.decode_seconds),
+        "shared_prefixes": shared_prefixes(reports),
+        "prompt_lookup": lookup_counts(reports),
         "latency_seconds": latencies.percentiles(),
         "traffic": joined_traffic(reports, new_tokens),
         "ranks": [asdict(report) for report in reports],

@@ -114,7 +114,7 @@ def record_count(input_data: Any) -> int | None:
     return len(input_data) if isinstance(input_data, list | tuple) else 1
 
 
-def field_prompt(dataset_field: str) -> MakePrompt:
+def field_prompt(dataset_field: str, may_be_empty: bool = False) -> MakePrompt:
     """Returns what takes the prompt from the field `dataset_field`, joined with a text under "input" by a newline."""
 
     def make(fields: dict[str, Any]) -> Prompt | RecordError:
@@ -128,7 +128,9 @@ def field_prompt(dataset_field: str) -> MakePrompt:
         extra = fields.get("input")
         if dataset_field != "input" and isinstance(extra, str) and extra:
             prompt = f"{prompt}\n{extra}" if prompt else extra
-        return Prompt(prompt) if prompt else RecordError("schema", f"field {dataset_field!r} is empty")
+        if prompt or may_be_empty:
+            return Prompt(prompt)
+        return RecordError("schema", f"field {dataset_field!r} is empty")
 
     return make
 

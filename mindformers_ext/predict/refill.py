@@ -68,7 +68,7 @@ def answer_refilled(
         failure = None
         try:
             done = refill.advance(
-                [job.prompt_ids for job in new], [job.record.index for job in new], more_to_come or bool(waiting)
+                [job.prompt for job in new], [job.record.index for job in new], more_to_come or bool(waiting)
             )
         except FAULTS_OF_RECORDS as error:
             failure = fault_of(error)

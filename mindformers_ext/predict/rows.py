@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from mindformers_ext.predict.completion import Completion
@@ -11,7 +11,8 @@ from mindformers_ext.predict.records import Record, RecordError
 # Float32 sums in another order, as of another layout or batch, differ by some 1e-6 of such numbers.
 SCORE_DIGITS = 4
 
-_OURS = frozenset(
+# Fields of an answer's row. `num_target_tokens` is none of them: it tells rows of scores from answers.
+ANSWER_NAMES = frozenset(
     {
         "sample_idx",
         "sequence_idx",
@@ -20,6 +21,7 @@ _OURS = frozenset(
         "finish_reason",
         "num_prompt_tokens",
         "num_new_tokens",
+        "num_target_tokens",
         "stop_string",
         "sequence_score",
         "logprobs",
@@ -54,7 +56,7 @@ def answer_row(
         **({} if sequence is None else {"sequence_idx": sequence}),
         "generated_ids": [*prompt_ids, *new_ids],
         "generated_text": text,
-        **_own_fields(record),
+        **own_fields(record, ANSWER_NAMES),
         "finish_reason": completion.finish_reason,
         "num_prompt_tokens": len(prompt_ids),
         "num_new_tokens": len(new_ids),
@@ -67,31 +69,31 @@ def answer_row(
     )
     for name, value in optional:
         if value is not None:
-            row[name] = _rounded(value)
+            row[name] = rounded(value)
     return row
 
 
-def error_row(record: Record, error: RecordError) -> dict[str, Any]:
-    """Returns the row of a record that has no answer."""
+def error_row(record: Record, error: RecordError, names: Collection[str] = ANSWER_NAMES) -> dict[str, Any]:
+    """Returns the row of a record that has no answer; see `own_fields` for `names`."""
     return {
         "sample_idx": record.index,
         "error": error.message,
         "error_type": error.type,
-        **_own_fields(record),
+        **own_fields(record, names),
     }
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Rounds the floats in lists, tuples or alone; -0.0 becomes 0.0."""
     if isinstance(value, list | tuple):
-        return [_rounded(part) for part in value]
+        return [rounded(part) for part in value]
     return round(value, SCORE_DIGITS) + 0.0 if isinstance(value, float) else value
 
 
-def _own_fields(record: Record) -> dict[str, Any]:
-    if _OURS.isdisjoint(record.fields):
+def own_fields(record: Record, names: Collection[str]) -> dict[str, Any]:
+    """Returns the user's fields; those with one of these names, which a row has itself, are under `record`."""
+    hidden = {key: value for key, value in record.fields.items() if key in names}
+    if not hidden:
         return record.fields
     # The same names move in answers and errors alike, so a user's "error" never looks like ours.
-    own = {key: value for key, value in record.fields.items() if key not in _OURS}
-    hidden = {key: value for key, value in record.fields.items() if key in _OURS}
-    return {**own, "record": hidden} if hidden else own
+    return {key: value for key, value in record.fields.items() if key not in names} | {"record": hidden}

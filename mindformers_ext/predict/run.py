@@ -8,23 +8,24 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from mindformers_ext.predict.finished import FinishedRecords, record_hash
-from mindformers_ext.predict.isolation import Answerer, Decode, Job, sentence
+from mindformers_ext.predict.generating import GenerationTask
+from mindformers_ext.predict.isolation import Answerer, Decode, Job
 from mindformers_ext.predict.progress import Progress
 from mindformers_ext.predict.records import Record, RecordError
 from mindformers_ext.predict.refill import Refill, answer_refilled
-from mindformers_ext.predict.rows import answer_row, error_row
+from mindformers_ext.predict.rows import error_row
 from mindformers_ext.predict.stop import JobStoppedError
 from mindformers_ext.predict.summary import RunSummary
-from mindformers_ext.predict.text import answer_text
+from mindformers_ext.predict.task import Task
 from mindformers_ext.predict.tokenizer import Tokenizer
 from mindformers_ext.predict.window import windowed
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """`outputs` holds (sample_idx, prompt ids + new ids) of every record answered now, in input order, if collected."""
+    """`outputs` holds what `Task.outputs` gave of every record answered now, in input order, if collected."""
 
-    outputs: list[tuple[int, list[int]]]
+    outputs: list[tuple[int, Any]]
     summary: RunSummary
 
 
@@ -47,12 +48,46 @@ def run_generation(
     decode: Decode,
     writer: RecordWriter | None = None,
     *,
-    batch_size: int,
     max_new_tokens: int,
     max_length: int | None = None,
     vocab_size: int | None = None,
     num_sequences: int = 1,
     skip_special_tokens: bool = True,
+    **options: Any,
+) -> RunResult:
+    """Lets a model go on with the prompt of every record; see `run_records`.
+
+    Args:
+        records: see there.
+        tokenizer: makes ids of prompts and text of new ids.
+        decode: takes the ids of prompts and returns a `Completion` for each of the `num_sequences` answers.
+        writer: see there.
+        max_new_tokens: new ids a record may get; with its prompt they must fit into `max_length`.
+        max_length: positions the model has; None for no limit.
+        vocab_size: ids the model has; a prompt with another id is an error. None for no limit.
+        num_sequences: answers to each record.
+        skip_special_tokens: leave special tokens out of the text.
+        **options: further arguments of `run_records`.
+
+    Raises:
+        ValueError: batch_size or max_new_tokens below 1.
+        JobStoppedError: see `run_records`.
+        OSError: see there.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    task = GenerationTask(tokenizer, max_new_tokens, max_length, vocab_size, num_sequences, skip_special_tokens)
+    return run_records(records, task, decode, writer, num_sequences=num_sequences, **options)
+
+
+def run_records(
+    records: Iterable[Record],
+    task: Task,
+    decode: Decode,
+    writer: RecordWriter | None = None,
+    *,
+    batch_size: int,
+    num_sequences: int = 1,
     progress: bool = False,
     total: int | None = None,
     collect: bool = True,
@@ -64,7 +99,7 @@ def run_generation(
     agree: Callable[[JobStoppedError | None], None] = stop_alone,
     refill: Refill | None = None,
 ) -> RunResult:
-    """Answers every record and writes its row, or its `num_sequences` rows, as soon as they are known.
+    """Answers every record and writes its rows as soon as they are known.
 
     A record that cannot be answered becomes an error row and the run goes on. A batch whose `decode` raises is tried
     again in halves, so that only the record at fault is lost. Reads ahead by a few batches at most, and answers prompts
@@ -72,21 +107,17 @@ def run_generation(
 
     Args:
         records: see `normalize_input`.
-        tokenizer: makes ids of prompts and text of new ids.
-        decode: takes the ids of at most `batch_size` prompts and the indices of their records, and returns the
-            completions in that order, `num_sequences` for each prompt. RuntimeError, ValueError and FloatingPointError
-            mean that some record of the batch is at fault, and where memory ran out that the batch did not fit; any
-            other exception ends the run.
+        task: what is done with them.
+        decode: takes what `task` asks the model for at most `batch_size` records, and the indices of these; returns
+            the answers in that order, `num_sequences` for each. RuntimeError, ValueError and FloatingPointError mean
+            that some record of the batch is at fault, and where memory ran out that the batch did not fit; any other
+            exception ends the run.
         writer: takes the rows; None on ranks that do not write.
-        batch_size: prompts in one call of `decode`.
-        max_new_tokens: new ids a record may get; with its prompt they must fit into `max_length`.
-        max_length: positions the model has; None for no limit.
-        vocab_size: ids the model has; a prompt with another id is an error. None for no limit.
+        batch_size: records in one call of `decode`.
         num_sequences: answers to each record.
-        skip_special_tokens: leave special tokens out of the text.
         progress: show a progress bar on a terminal, else log lines.
         total: number of records if known, for the time that is left.
-        collect: keep the ids of every record for the result; False keeps none, so a run's memory has a bound.
+        collect: keep the output of every record for the result; False keeps none, so a run's memory has a bound.
         finished: records that are passed over, as long as their content is the same.
         num_errors: how many of those have an error; they count in `max_errors`.
         on_error: `abort` stops the run at a record that cannot be answered, which is not written then.
@@ -98,15 +129,14 @@ def run_generation(
             None answers batch after batch.
 
     Raises:
-        ValueError: batch_size or max_new_tokens below 1.
+        ValueError: batch_size below 1.
         JobStoppedError: the run ended early; see `on_error`, `max_errors` and `agree`, or the writer stopped it.
         OSError: the input cannot be read on.
     """
-    for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
     answerer = Answerer(decode, batch_size, num_sequences)
-    emitter = _Emitter(tokenizer, writer, num_sequences, skip_special_tokens, collect, on_error, max_errors, num_errors)
+    emitter = _Emitter(task, writer, collect, on_error, max_errors, num_errors)
     agree(emitter.too_many_errors())
     start = time.perf_counter()
     with Progress(progress, total) as bar:
@@ -118,7 +148,7 @@ def run_generation(
                     emitter.summary.num_resumed += 1
                     bar.update(1, emitter.summary)
                     continue
-                yield _tokenize(record, content, tokenizer, max_new_tokens, max_length, vocab_size)
+                yield task.prepare(record, content)
 
         def emit(done: list[Job]) -> None:
             agree(emitter.emit(done))
@@ -146,44 +176,19 @@ def _batches(jobs: Iterator[Job], batch_size: int, prepare: Callable[[], None] |
         yield batch
 
 
-def _tokenize(
-    record: Record, content: int, tokenizer: Tokenizer, max_new_tokens: int, max_length: int | None, vocab: int | None
-) -> Job:
-    def failed(error: RecordError) -> Job:
-        return Job(record, [], error, content)
-
-    if record.prompt is None:
-        return failed(record.error or RecordError("schema", "the record has no prompt"))
-    try:
-        ids = tokenizer.encode(record.prompt, record.add_special_tokens)
-    except Exception as error:  # whatever one text does to the tokenizer must not end the run
-        return failed(RecordError("tokenize", sentence(error)))
-    if not ids:
-        return failed(RecordError("tokenize", "the prompt gives no tokens"))
-    if vocab is not None and max(ids) >= vocab:
-        message = f"token id {max(ids)} is beyond the model's vocabulary of {vocab}"
-        return failed(RecordError("tokenize", message))
-    if max_length is not None and len(ids) + max_new_tokens > max_length:
-        message = f"{len(ids)} prompt tokens + max_new_tokens {max_new_tokens} exceed the model's length {max_length}"
-        return failed(RecordError("too_long", message))
-    return Job(record, ids, None, content)
-
-
 @dataclass
 class _Emitter:
     """Makes rows of what is finished, counts and writes them, and says when there are too many errors."""
 
-    tokenizer: Tokenizer
+    task: Task
     writer: RecordWriter | None
-    num_sequences: int
-    skip_special_tokens: bool
     collect: bool
     on_error: Literal["record", "abort"]
     max_errors: int | None
     num_errors: int
 
     def __post_init__(self) -> None:
-        self.outputs: list[tuple[int, list[int]]] = []
+        self.outputs: list[tuple[int, Any]] = []
         self.summary = RunSummary()
 
     def emit(self, jobs: Sequence[Job]) -> JobStoppedError | None:
@@ -215,27 +220,15 @@ class _Emitter:
 
     def _failed(self, job: Job, error: RecordError) -> None:
         self.num_errors += 1
-        self._write(job, [error_row(job.record, error)])
+        self._write(job, [error_row(job.record, error, self.task.names)])
         self.summary.add_error(error)
 
     def _answered(self, job: Job) -> None:
-        rows = []
-        outputs = []
-        for index, completion in enumerate(job.completions):
-            new_ids = [int(token) for token in completion.token_ids]  # a foreign model may give numpy's
-            outputs.append((job.record.index, job.prompt_ids + new_ids))
-            if self.writer is not None:
-                text = answer_text(
-                    self.tokenizer, job.prompt_ids, new_ids, completion.stop_position, self.skip_special_tokens
-                )
-                sequence = index if self.num_sequences > 1 else None
-                rows.append(answer_row(job.record, job.prompt_ids, new_ids, text, completion, sequence))
-        self._write(job, rows)
-        self.summary.add_answer(len(job.prompt_ids))
-        for completion in job.completions:
-            self.summary.add_sequence(len(completion.token_ids), completion.finish_reason)
+        if self.writer is not None:
+            self._write(job, self.task.rows(job))
+        self.task.count(job, self.summary)
         if self.collect:
-            self.outputs += outputs
+            self.outputs += self.task.outputs(job)
 
     def _write(self, job: Job, rows: Sequence[dict[str, Any]]) -> None:
         if self.writer is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindformers_ext.predict.records import RecordError
+from mindformers_ext.predict.score_sums import add_score, score_metrics
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ _COUNTED = {
     "num_prompt_tokens": int,
     "num_new_tokens": int,
 }
+_COUNTED_OF_SCORES = {"sample_idx": int, "num_prompt_tokens": int}
 _COUNTED_OF_ERRORS = {"sample_idx": int, "error_type": str}
 
 
@@ -34,8 +36,24 @@ def is_row(value: Any) -> bool:
     """Whether a value is a row of an output, with all that `RunSummary.add_row` and a reader of ids need."""
     if not isinstance(value, dict):
         return False
-    expected = _COUNTED_OF_ERRORS if "error" in value else _COUNTED
+    expected: Mapping[str, type] = _COUNTED
+    if "error" in value:
+        expected = _COUNTED_OF_ERRORS
+    elif is_score(value):
+        expected = _COUNTED_OF_SCORES
+        if not isinstance(value.get("loglikelihood"), list if "best" in value else float):
+            return False
     return all(type(value.get(name)) is kind for name, kind in expected.items())
+
+
+def is_score(row: Mapping[str, Any]) -> bool:
+    """Whether a row that is no error is one of the task `score`."""
+    return "num_target_tokens" in row
+
+
+def row_output(row: Mapping[str, Any]) -> Any:
+    """Returns what `Trainer.inference` gives of a row that is no error: ids, or log-likelihoods."""
+    return row["loglikelihood"] if is_score(row) else row["generated_ids"]
 
 
 @dataclass
@@ -44,7 +62,7 @@ class RunSummary:
 
     `num_answers` is the number of answered records, and tokens are theirs; `wall_seconds` is from the first record read
     to the last row written; `seed` is that of sampling, None in other modes. `num_resumed` of the records were finished
-    by earlier runs of the job.
+    by earlier runs of the job. `score_sums` are those of `score_sums.add_score`.
     """
 
     num_answers: int = 0
@@ -55,6 +73,12 @@ class RunSummary:
     wall_seconds: float = 0.0
     seed: int | None = None
     num_resumed: int = 0
+    score_sums: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def scores(self) -> dict[str, float | None]:
+        """The metrics of the task `score`, see `score_sums.score_metrics`; empty for other tasks."""
+        return score_metrics(self.score_sums)
 
     @property
     def num_errors(self) -> int:
@@ -95,6 +119,10 @@ class RunSummary:
         if "error" in row:
             self.errors[row["error_type"]] += 1
             return
+        if is_score(row):
+            self.add_answer(row["num_prompt_tokens"])
+            add_score(self.score_sums, row)
+            return
         if row.get("sequence_idx", 0) == 0:
             self.add_answer(row["num_prompt_tokens"])
         self.add_sequence(row["num_new_tokens"], row["finish_reason"])
@@ -107,6 +135,9 @@ def format_summary(summary: RunSummary, timings: Timings | None = None) -> list[
         f"errors: {summary.num_errors}{_counts(summary.errors)}",
         f"tokens: {summary.prompt_tokens} prompt, {summary.new_tokens} new; wall time: {summary.wall_seconds:.1f} s",
     ]
+    if summary.scores:
+        shown = (f"{name} {'too large' if value is None else f'{value:.4f}'}" for name, value in summary.scores.items())
+        lines.append(f"scores: {', '.join(shown)}")
     if summary.num_resumed:
         lines.append(f"resumed: {summary.num_resumed} of these records were finished before")
     if summary.seed is not None:

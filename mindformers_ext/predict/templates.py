@@ -43,12 +43,14 @@ class PromptTemplates:
         chat: text of the chat template, None without one.
         special_tokens: variables of a chat template: "bos_token" and its kind.
         now: what `strftime_now` shows, for all records of a run.
+        may_be_empty: whether a prompt without text is one.
     """
 
     prompt: str | None = None
     chat: str | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     now: datetime = field(default_factory=lambda: datetime.now().replace(microsecond=0))
+    may_be_empty: bool = False
 
     @property
     def show_time(self) -> bool:
@@ -71,9 +73,9 @@ class PromptTemplates:
             TemplateLimitError: compiling one takes too much; making a prompt raises it too.
         """
         if self.prompt is None and self.chat is None:
-            return field_prompt(dataset_field)
+            return field_prompt(dataset_field, self.may_be_empty)
         worker = _Worker(self)
-        plain = field_prompt(dataset_field)
+        plain = field_prompt(dataset_field, self.may_be_empty)
 
         def make(fields: dict[str, Any]) -> Prompt | RecordError:
             messages: Any = None
@@ -99,7 +101,9 @@ class PromptTemplates:
                 if isinstance(text, RecordError):
                     return text
                 prompt = Prompt(text, add_special_tokens=False)
-            return prompt if prompt.text else RecordError("template", "the template gives an empty prompt")
+            if prompt.text or self.may_be_empty:
+                return prompt
+            return RecordError("template", "the template gives an empty prompt")
 
         return make
 

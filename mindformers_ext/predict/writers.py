@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mindformers_ext.predict.output_files import replace_file
+from mindformers_ext.predict.summary import is_score
 
 # What str.splitlines takes for the end of a line. JSON itself escapes those below U+0020.
 _LINE_ENDS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
@@ -93,7 +94,7 @@ def _json_line(row: dict[str, Any]) -> str:
 
 
 def _text_line(row: dict[str, Any]) -> str:
-    text = row.get("generated_text")
+    text = None if is_score(row) else row.get("generated_text")
     return (text.translate(_TEXT_ESCAPES) if text is not None else json_row(row)) + "\n"
 
 

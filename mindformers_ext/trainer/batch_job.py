@@ -21,7 +21,8 @@ from mindformers_ext.predict import (
     open_job,
 )
 
-Outputs: TypeAlias = list[tuple[int, list[int]]]
+# (sample_idx, ids of prompt and answer) or (sample_idx, log-likelihood) of each answered record.
+Outputs: TypeAlias = list[tuple[int, Any]]
 
 # Forwards between two agreements on a stop: what they cost does not show, and a stop does not wait for a whole batch.
 _FORWARDS = 4

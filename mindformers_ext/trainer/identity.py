@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindformers_ext.config import TrainConfig
+from mindformers_ext.config.rules import GENERATE_KEYS, SCORE_KEYS
 from mindformers_ext.config.schema import PredictSection
 from mindformers_ext.config.section import yaml_fields
 from mindformers_ext.predict import reads_stdin
@@ -15,11 +16,17 @@ from mindformers_ext.predict.identity import digest, input_identity, package_ver
 
 # Keys of `predict` that change how a run goes on, but no row.
 RUN_KEYS = frozenset(
-    {"progress", "metrics_file", "resume", "on_error", "max_errors", "refill", "start_timeout", "step_timeout"}
+    {
+        *("progress", "metrics_file", "resume", "on_error", "max_errors", "refill", "start_timeout", "step_timeout"),
+        *("share_prefix", "share_prompts"),
+    }
 )
 _PACKAGES = ("mindformers_ext", "mindspore", "numpy", "tokenizers")
-# Options of decoding that are free to change between two runs of a job: memory, and what has no effect.
-_FREE_OPTIONS = ("prefill_chunk_size", "cache_implementation", "max_cache_len")
+# Options of decoding that are free to change between two runs of a job: memory, drafts, and what has no effect.
+_FREE_OPTIONS = (
+    *("prefill_chunk_size", "cache_implementation", "max_cache_len"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
+)
 _PLUGINS = ("logits_processor", "stopping_criteria")
 
 
@@ -38,7 +45,7 @@ def run_identity(
 
     Args:
         config: the whole configuration.
-        decoding: the options of decoding, a `GenerationConfig`.
+        decoding: the options of decoding, a `GenerationConfig`; None where nothing is decoded.
         drawn_seed: whether its seed was drawn for this run; it is no part of what the user asked for then.
         input_data: the input.
         dataset_field: field of the prompt.
@@ -47,10 +54,11 @@ def run_identity(
         weights: see `checkpoint.weights_digest`, or `unrepeatable`.
         tokenizer_folder: where the tokenizer was read from.
     """
-    predict = {name: getattr(config.predict, name) for name in yaml_fields(PredictSection) if name not in RUN_KEYS}
+    idle = RUN_KEYS.union(SCORE_KEYS if config.predict.task == "generate" else GENERATE_KEYS)
+    predict = {name: getattr(config.predict, name) for name in yaml_fields(PredictSection) if name not in idle}
     return {
         "input": unrepeatable("standard input") if reads_stdin(input_data) else input_identity(input_data),
-        "generation": _options(decoding, drawn_seed),
+        "generation": {} if decoding is None else _options(decoding, drawn_seed),
         "predict": predict | {"dataset_field": dataset_field} | templates,
         "model": _model(model_config),
         "weights": weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,9 @@ def prompt_templates(config: TrainConfig, tokenizer: Tokenizer) -> PromptTemplat
     """
     section = config.predict
     folder = tokenizer_folder(config)
-    return read_templates(section.prompt_template, section.chat_template, folder, tokenizer.named_tokens)
+    templates = read_templates(section.prompt_template, section.chat_template, folder, tokenizer.named_tokens)
+    # A target may follow nothing.
+    return replace(templates, may_be_empty=section.task == "score" and section.target_field is not None)
 
 
 def protected_files(config: TrainConfig) -> dict[str, str]:

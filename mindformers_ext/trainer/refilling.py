@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 
 from mindformers_ext.generate.refill import RefilledBatch
 from mindformers_ext.generate.rows import GeneratedRow
@@ -13,7 +12,7 @@ from mindformers_ext.parallel.agreement import gather_errors
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import Completion
 from mindformers_ext.predict.metrics import Latencies
-from mindformers_ext.trainer.replicas import completion_of, raise_together
+from mindformers_ext.trainer.replicas import COMPLETIONS, raise_together
 
 # Steps between two exchanges of replicas: a row that ends waits for half of them on average.
 _STEPS = 8
@@ -120,8 +119,12 @@ class Refilling:
         if group.size == 1:
             self._rooms = [room]
             return found
-        told = group.all_gather_object([room, [[index, [asdict(one) for one in answers]] for index, answers in found]])
+        told = group.all_gather_object(
+            [room, [[index, [COMPLETIONS.pack(one) for one in answers]] for index, answers in found]]
+        )
         self._rooms = [one[0] for one in told]
         return [
-            (index, [completion_of(fields) for fields in answers]) for _, records in told for index, answers in records
+            (index, [COMPLETIONS.unpack(fields) for fields in answers])
+            for _, records in told
+            for index, answers in records
         ]

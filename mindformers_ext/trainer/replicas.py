@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mindformers_ext.parallel.agreement import PeerLostError, RankError, gather_errors
@@ -14,7 +14,24 @@ from mindformers_ext.predict.schedule import balance
 _FAULTS = {fault.__name__ for fault in FAULTS_OF_RECORDS}
 
 
-def shared_decode(decode: Decode, context: ParallelContext, num_sequences: int, idle: Callable[[], None]) -> Decode:
+@dataclass(frozen=True)
+class Exchange:
+    """How replicas share prompts and tell each other their answers.
+
+    Attributes:
+        work: expected work of a prompt.
+        pack: makes an answer something that JSON can hold.
+        unpack: makes that an answer again.
+    """
+
+    work: Callable[[Any], int]
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+
+
+def shared_decode(
+    decode: Decode, context: ParallelContext, num_sequences: int, idle: Callable[[], None], exchange: Exchange
+) -> Decode:
     """Returns a function that answers a batch on all ranks together; every rank calls it and gets every answer.
 
     What fails on one rank fails on all of them: as `JobStoppedError` where a rank has to stop, as `BatchError` where
@@ -23,15 +40,16 @@ def shared_decode(decode: Decode, context: ParallelContext, num_sequences: int, 
     Args:
         decode: answers prompts on the replica of this rank.
         context: the place of this rank.
-        num_sequences: completions of a prompt.
+        num_sequences: answers to a prompt.
         idle: what a replica without prompts does meanwhile.
+        exchange: what prompts and answers are.
     """
     group = context.dp
 
-    def answer(prompts: list[list[int]], indices: list[int]) -> list[Completion]:
-        shares = balance([len(prompt) for prompt in prompts], group.size)
+    def answer(prompts: list[Any], indices: list[int]) -> list[Any]:
+        shares = balance([exchange.work(prompt) for prompt in prompts], group.size)
         mine = shares[group.rank]
-        found: list[Completion] = []
+        found: list[Any] = []
         error: Exception | None = None
         try:
             if mine:
@@ -43,7 +61,8 @@ def shared_decode(decode: Decode, context: ParallelContext, num_sequences: int, 
         raise_together(gather_errors(context, error), error, context.rank, indices)
         if group.size == 1:
             return found
-        return _in_order(group.all_gather_object([asdict(completion) for completion in found]), shares, num_sequences)
+        gathered = group.all_gather_object([exchange.pack(one) for one in found])
+        return [exchange.unpack(one) for one in _in_order(gathered, shares, num_sequences)]
 
     return answer
 
@@ -66,19 +85,20 @@ def raise_together(errors: Sequence[RankError], error: Exception | None, rank: i
     ) from error
 
 
-def _in_order(
-    gathered: Sequence[Sequence[dict[str, Any]]], shares: Sequence[Sequence[int]], each: int
-) -> list[Completion]:
-    """Puts the completions of all replicas into the order of the batch."""
-    by_piece: dict[int, list[Completion]] = {}
+def _in_order(gathered: Sequence[Sequence[Any]], shares: Sequence[Sequence[int]], each: int) -> list[Any]:
+    """Puts the answers of all replicas into the order of the batch."""
+    by_piece: dict[int, Sequence[Any]] = {}
     for share, found in zip(shares, gathered, strict=True):
         for place, piece in enumerate(share):
-            by_piece[piece] = [completion_of(fields) for fields in found[each * place : each * (place + 1)]]
-    return [completion for piece in sorted(by_piece) for completion in by_piece[piece]]
+            by_piece[piece] = found[each * place : each * (place + 1)]
+    return [answer for piece in sorted(by_piece) for answer in by_piece[piece]]
 
 
-def completion_of(fields: dict[str, Any]) -> Completion:
-    """Returns the completion that `dataclasses.asdict` and JSON made fields of."""
+def _completion(fields: dict[str, Any]) -> Completion:
+
     best = fields["top_logprobs"]
     pairs = None if best is None else [[(token, value) for token, value in step] for step in best]
     return Completion(**{**fields, "top_logprobs": pairs})
+
+
+COMPLETIONS = Exchange(work=len, pack=asdict, unpack=_completion)

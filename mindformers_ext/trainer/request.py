@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from numbers import Integral
 from typing import Any
 
 from mindformers_ext.checkpoint import weights_digest
 from mindformers_ext.config import InferenceSection, TrainConfig
+from mindformers_ext.config.schema import PredictSection
 from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import PromptTemplates, Record, Tokenizer, normalize_input, reads_stdin
 from mindformers_ext.predict.identity import digest
 from mindformers_ext.predict.metrics import check_outputs
+from mindformers_ext.predict.scoring import ScoringOptions, ScoringTask
 from mindformers_ext.runtime import logger, world_size
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.fingerprint import input_fingerprint
@@ -32,7 +34,8 @@ class PredictionRequest:
         dataset_field: field of a record that holds the prompt.
         records: of the input, of which none is read yet.
         templates: what makes their prompts.
-        decoding: the options of decoding, with their origins.
+        decoding: the options of decoding, with their origins; None where nothing is decoded.
+        scoring: what is scored; None where nothing is.
         vocab_size: ids that the model has.
         model_config: of the model; None if it has none.
     """
@@ -41,9 +44,15 @@ class PredictionRequest:
     dataset_field: str
     records: Iterator[Record]
     templates: PromptTemplates
-    decoding: Resolved
+    decoding: Resolved | None
+    scoring: ScoringTask | None
     vocab_size: int
     model_config: Any
+
+    @property
+    def draws_seed(self) -> bool:
+        """Whether the run chose its seed of sampling itself."""
+        return self.decoding is not None and self.decoding.seed_is_drawn
 
 
 def read_request(
@@ -77,25 +86,37 @@ def read_request(
         if options.output:
             check_outputs(options.output, options.input_data, protected_files(config), config.predict.metrics_file)
         records, templates = open_input(config, tokenizer, options.input_data, field)
-        folder = checkpoint_model_files(config) if config.checkpoint.load_path else None
-        decoding = resolve_generation(
-            config.generation, options.max_new_tokens, tokenizer, folder, vocab_size, generation
-        )
+        decoding = scoring = None
+        if config.predict.task == "generate":
+            folder = checkpoint_model_files(config) if config.checkpoint.load_path else None
+            decoding = resolve_generation(
+                config.generation, options.max_new_tokens, tokenizer, folder, vocab_size, generation
+            )
+        else:
+            scoring = _scoring_task(config.predict, tokenizer, model_config, vocab_size)
+            if generation:
+                logger.warning("no effect with predict.task: %s: %s", config.predict.task, ", ".join(generation))
     if options.output and reads_stdin(options.input_data):
         logger.warning("standard input cannot be read again: a run that is stopped starts over; give long ones a file")
-    decoding = _with_one_seed(context, decoding)
-    return PredictionRequest(options, field, records, templates, decoding, vocab_size, model_config)
+    decoding = None if decoding is None else _with_one_seed(context, decoding)
+    return PredictionRequest(options, field, records, templates, decoding, scoring, vocab_size, model_config)
+
+
+def _scoring_task(section: PredictSection, tokenizer: Tokenizer, model_config: Any, vocab_size: int) -> ScoringTask:
+    options = ScoringOptions(**{field.name: getattr(section, field.name) for field in fields(ScoringOptions)})
+    return ScoringTask(tokenizer, options, getattr(model_config, "seq_length", None), vocab_size)
 
 
 def request_facts(request: PredictionRequest) -> dict[str, Any]:
     """Returns what this run chose itself and the ones that go on with its job must keep: seed and time."""
-    facts: dict[str, Any] = {"seed": request.decoding.config.seed} if request.decoding.seed_is_drawn else {}
+    decoding = request.decoding
+    facts: dict[str, Any] = {"seed": decoding.config.seed} if decoding is not None and decoding.seed_is_drawn else {}
     return facts | ({"now": request.templates.now.isoformat()} if request.templates.show_time else {})
 
 
 def with_facts(request: PredictionRequest, facts: Mapping[str, Any]) -> PredictionRequest:
     """Returns the request with the seed and the time of the run that began its job, see `request_facts`."""
-    if request.decoding.seed_is_drawn:
+    if request.decoding is not None and request.decoding.seed_is_drawn:
         config = request.decoding.config.updated(seed=facts["seed"])
         request = replace(request, decoding=replace(request.decoding, config=config))
     if request.templates.show_time and facts["now"] != request.templates.now.isoformat():
@@ -119,7 +140,7 @@ def require_same_request(context: ParallelContext, request: PredictionRequest) -
         "the input": input_fingerprint(request.options.input_data),
         "dataset_field": request.dataset_field,
         "the templates": digest(request.templates.identity()),
-        "the options of decoding": request.decoding.describe(),
+        "the options of decoding": "" if request.decoding is None else request.decoding.describe(),
     }
     require_same(context, compared)
 
@@ -135,8 +156,8 @@ def request_identity(config: TrainConfig, request: PredictionRequest, has_own_we
     weights = unrepeatable("weights in memory") if has_own_weights else weights_digest(config.checkpoint.load_path)
     return run_identity(
         config,
-        request.decoding.config,
-        request.decoding.seed_is_drawn,
+        None if request.decoding is None else request.decoding.config,
+        request.draws_seed,
         request.options.input_data,
         request.dataset_field,
         request.templates.identity(),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,27 +13,33 @@ from mindspore import nn
 
 from mindformers_ext.checkpoint import check_no_other_run, check_weights, saved_step
 from mindformers_ext.config import TrainConfig, load_config
-from mindformers_ext.generate import GenerationConfig, GenerationStats
+from mindformers_ext.generate import GenerationConfig, GenerationStats, Likelihood, Pair, check_pairs
 from mindformers_ext.generate.refill import refill_obstacle
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext, init_parallel
-from mindformers_ext.predict import JobStoppedError, RunSummary, Tokenizer
+from mindformers_ext.predict import Decode, JobStoppedError, RunResult, RunSummary, Tokenizer
 from mindformers_ext.predict.disk_space import space_warning
 from mindformers_ext.predict.identity import digest
 from mindformers_ext.predict.metrics import Latencies
+from mindformers_ext.predict.pairs import prefix_token
 from mindformers_ext.predict.progress import estimate_total
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
-from mindformers_ext.trainer.batch_job import BatchJob, open_batch_job
+from mindformers_ext.trainer.batch_job import BatchJob, Outputs, open_batch_job
 from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import build_causal_lm
 from mindformers_ext.trainer.checks import save_folder
 from mindformers_ext.trainer.inference import (
     Watch,
     build_inference_tokenizer,
+    check_lookup,
     configure_inference,
+    decode_together,
     generate_from_records,
+    num_replicas,
+    prefix_cache,
+    score_from_records,
     without_unnamed_tokens,
 )
 from mindformers_ext.trainer.model import (
@@ -54,6 +61,7 @@ from mindformers_ext.trainer.request import (
     with_facts,
 )
 from mindformers_ext.trainer.saving import write_checkpoint, write_description
+from mindformers_ext.trainer.scoring import LIKELIHOODS, score_pairs, score_rolling, scoring_decode
 from mindformers_ext.trainer.setup import TrainingRun, build_training_run, described_by
 from mindformers_ext.trainer.train_state import TrainerState
 from mindformers_ext.trainer.training import LossFunction, train_loop
@@ -183,8 +191,8 @@ class Trainer:
         collect: bool = True,
         resume: bool | Literal["auto"] | None = None,
         **generation: Any,
-    ) -> list[tuple[int, list[int]]]:
-        """Answers prompts and writes one row for each input record, in input order.
+    ) -> Outputs:
+        """Answers prompts, or scores them, and writes one row for each input record, in input order.
 
         With an output, finished records go to ``<output>.journal`` at once; the output appears, or changes, when all
         are finished. A run that was stopped goes on from its journal, and a complete output is left as it is.
@@ -204,7 +212,8 @@ class Trainer:
                 ``logits_processor`` and ``stopping_criteria``; they win over the YAML.
 
         Returns:
-            ``(sample_idx, ids of prompt and answer)`` of every record that was answered.
+            ``(sample_idx, ids of prompt and answer)`` of every record that was answered; with ``predict.task: score``
+            ``(sample_idx, log-likelihood)``, which for a list of choices is a list.
 
         Raises:
             ValueError: an argument out of range, a checkpoint that does not fit, or an output that would overwrite one
@@ -225,7 +234,11 @@ class Trainer:
                 self.config, self.tokenizer, self._model_config, self._context, options, dataset_field, generation
             )
             require_same_request(self._context, request)
-        logger.info("decoding: %s", request.decoding.describe())
+        if request.decoding is not None:
+            check_lookup(self.model, request.decoding.config, options.batch_size)
+            logger.info("decoding: %s", request.decoding.describe())
+        elif max_new_tokens is not None:
+            logger.warning("no effect with predict.task: %s: max_new_tokens", self.config.predict.task)
         with self._waiting("opening the output", "start_timeout"):
             job = open_batch_job(
                 self._context,
@@ -233,7 +246,7 @@ class Trainer:
                 lambda: request_identity(self.config, request, self._own_model or not self.is_inference),
                 request_facts(request),
                 self.config.predict.resume if resume is None else resume,
-                repeatable=not request.decoding.seed_is_drawn,
+                repeatable=not request.draws_seed,
                 needs_ids=collect,
             )
         with job:
@@ -243,15 +256,9 @@ class Trainer:
                 return outputs
             return self._answer(job, with_facts(request, job.facts), collect)
 
-    def _answer(self, job: BatchJob, request: PredictionRequest, collect: bool) -> list[tuple[int, list[int]]]:
+    def _answer(self, job: BatchJob, request: PredictionRequest, collect: bool) -> Outputs:
         """Answers what is left of the records and publishes the output; see `inference`."""
-        assert self.tokenizer is not None
         predict, options = self.config.predict, request.options
-        decoding = request.decoding.config
-        if request.decoding.seed_is_drawn and job.num_finished:
-            logger.info("seed of sampling: %d, that of the run before", decoding.seed)
-        if predict.suppress_unnamed_tokens:
-            decoding = without_unnamed_tokens(decoding, self.tokenizer, request.vocab_size)
 
         def agree(reason: JobStoppedError | None) -> None:
             with self._waiting("waiting for all ranks after a batch", "step_timeout"):
@@ -259,18 +266,12 @@ class Trainer:
 
         shown = predict.progress and rank() == 0
         total = estimate_total(options.input_data) if shown or job.writer is not None else None
-        if job.writer is not None:
-            new_tokens = (decoding.max_new_tokens or 0) * decoding.num_return_sequences
-            if warning := space_warning(options.output, options.input_data, total, new_tokens):
-                logger.warning(warning)
         stats, latencies = GenerationStats(), Latencies()
         meter = RunMeter(self.model, self._context)
-        result = generate_from_records(
-            self.model,
-            self.tokenizer,
-            request.records,
-            decoding,
-            stats,
+        answer = self._scorer(request) if request.decoding is None else self._generator(job, request, total, stats)
+        result = answer(
+            records=request.records,
+            stats=stats,
             writer=job.writer,
             context=self._context,
             watch=self._watched(stats),
@@ -278,9 +279,6 @@ class Trainer:
             latencies=latencies,
             total=total,
             step_check=job.step_check,
-            max_length=getattr(self._model_config, "seq_length", None),
-            vocab_size=request.vocab_size,
-            skip_special_tokens=predict.skip_special_tokens,
             progress=shown,
             collect=collect,
             finished=job.finished,
@@ -289,16 +287,18 @@ class Trainer:
             max_errors=predict.max_errors,
             prepare=self._load_inference_checkpoint,
             agree=agree,
-            refill=self._refills(decoding, options.batch_size),
         )
         self.last_summary, outputs = job.publish(result, collect)
-        self.last_summary.seed = decoding.seed
+        settings: dict[str, Any] = {"task": predict.task}
+        if request.decoding is not None:
+            self.last_summary.seed = request.decoding.config.seed
+            settings["decoding"] = request.decoding.as_dict()
         report_run(
             self.last_summary,
             result.summary.new_tokens,
             meter.reports(stats),
             latencies,
-            {"decoding": request.decoding.as_dict(), "batch_size": options.batch_size, "layout": meter.layout()},
+            settings | {"batch_size": options.batch_size, "layout": meter.layout()},
             options.output if rank() == 0 else "",
             metrics_file=predict.metrics_file,
         )
@@ -311,6 +311,105 @@ class Trainer:
         if obstacle is not None and predict.refill and "refill" in predict.given:
             logger.warning("predict.refill has no effect, batches are answered one after the other: %s", obstacle)
         return predict.refill and obstacle is None
+
+    def _generator(
+        self, job: BatchJob, request: PredictionRequest, total: int | None, stats: GenerationStats
+    ) -> Callable[..., RunResult]:
+        """Returns what generates answers to records."""
+        assert self.tokenizer is not None and request.decoding is not None
+        predict, options, decoding = self.config.predict, request.options, request.decoding.config
+        if request.decoding.seed_is_drawn and job.num_finished:
+            logger.info("seed of sampling: %d, that of the run before", decoding.seed)
+        if predict.suppress_unnamed_tokens:
+            decoding = without_unnamed_tokens(decoding, self.tokenizer, request.vocab_size)
+        if job.writer is not None:
+            new_tokens = (decoding.max_new_tokens or 0) * decoding.num_return_sequences
+            if warning := space_warning(options.output, options.input_data, total, new_tokens):
+                logger.warning(warning)
+        return partial(
+            generate_from_records,
+            self.model,
+            self.tokenizer,
+            config=decoding,
+            prefixes=prefix_cache(predict.share_prefix, self.model, decoding, stats),
+            max_length=getattr(self._model_config, "seq_length", None),
+            vocab_size=request.vocab_size,
+            skip_special_tokens=predict.skip_special_tokens,
+            refill=self._refills(decoding, options.batch_size),
+        )
+
+    def _scorer(self, request: PredictionRequest) -> Callable[..., RunResult]:
+        """Returns what scores records."""
+        assert request.scoring is not None
+        return partial(
+            score_from_records,
+            self.model,
+            request.scoring,
+            share_prompts=self.config.predict.share_prompts,
+            chunk_size=self.config.generation.prefill_chunk_size,
+        )
+
+    def score(
+        self, pairs: Sequence[Pair], batch_size: int | None = None, share_prompts: bool | None = None
+    ) -> list[Likelihood]:
+        """Returns the log-probabilities of continuations under the weights of the moment; every rank calls it.
+
+        Args:
+            pairs: ids of a context and of its continuation, neither of them empty; see `predict.pairs`. Those with
+                equal contexts share them where they are neighbours.
+            batch_size: contexts that run together on a replica; None takes ``inference.batch_size``.
+            share_prompts: None takes ``predict.share_prompts``.
+
+        Returns:
+            A `Likelihood` for each pair: ``total``, ``is_greedy``, ``token_logprobs``.
+
+        Raises:
+            ValueError: an empty context or continuation, ids that the model does not have, or a pair that is too long.
+            FloatingPointError: the probability of a token is no finite number.
+        """
+        check_pairs(self.model, pairs)
+        return score_pairs(self._scoring_decode(share_prompts), pairs, self._scoring_batch(batch_size))
+
+    def score_rolling(
+        self,
+        texts: Sequence[Sequence[int]],
+        prefix: int | None = None,
+        max_length: int | None = None,
+        batch_size: int | None = None,
+    ) -> list[float]:
+        """Returns the log-likelihood of whole texts of any length, as lm-eval's ``loglikelihood_rolling`` does.
+
+        Args:
+            texts: token ids of each.
+            prefix: the id before a text's first token; None takes the tokenizer's, see `predict.pairs.prefix_token`.
+            max_length: tokens of a window; None takes the model's length.
+            batch_size: windows that run together on a replica; None takes ``inference.batch_size``.
+
+        Raises:
+            ValueError: no prefix or length can be had, or see `score`.
+            FloatingPointError: see `score`.
+        """
+        if prefix is None:
+            if self.tokenizer is None:
+                raise ValueError("score_rolling() needs a prefix, as this Trainer has no tokenizer")
+            prefix = prefix_token(self.tokenizer)
+        max_length = getattr(self._model_config, "seq_length", None) if max_length is None else max_length
+        if max_length is None:
+            raise ValueError("score_rolling() needs max_length: the model's config does not give its length")
+        decode = self._scoring_decode(None)
+        return score_rolling(decode, texts, prefix, max_length, self._scoring_batch(batch_size))
+
+    def _scoring_batch(self, batch_size: int | None) -> int:
+        options = inference_options(self.config, None, None, None, batch_size)
+        return options.batch_size * num_replicas(self._context)
+
+    def _scoring_decode(self, share_prompts: bool | None) -> Decode:
+        self._validate_pp_inference()
+        self._load_inference_checkpoint()
+        stats = GenerationStats()
+        share = self.config.predict.share_prompts if share_prompts is None else share_prompts
+        decode = scoring_decode(self.model, stats, share, self.config.generation.prefill_chunk_size)
+        return decode_together(decode, self.model, self._context, self._watched(stats), exchange=LIKELIHOODS)
 
     @property
     def _model_config(self) -> Any:

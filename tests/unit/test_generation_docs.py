@@ -55,7 +55,9 @@ def test_there_is_an_example_for_each_mode():
         (True, False),
         (False, True),
         (True, False),
+        (False, False),
     ]
+    assert [mode["prompt_lookup_num_tokens"] for mode in modes[4:]] == [8]
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))

@@ -170,6 +170,7 @@ def test_what_is_not_possible_says_why():
 
     assert refill_obstacle(Sum(), GenerationConfig(), 8) is None
     assert "beams" in refill_obstacle(Sum(), GenerationConfig(num_beams=2), 8)
+    assert "lookup" in refill_obstacle(Sum(), GenerationConfig(prompt_lookup_num_tokens=3), 8)
     assert "max_time" in refill_obstacle(Sum(), GenerationConfig(max_time=9.0), 8)
     assert "takes no attention_mask" in refill_obstacle(Unmasked(), GenerationConfig(), 8)
     many = GenerationConfig(output_logprobs=1000, max_new_tokens=4096)

@@ -31,7 +31,7 @@ def test_batches_stay_at_the_size_that_fits_after_memory_ran_out(failure, log):
     answerer = Answerer(memory, 8, 1)
     batch = jobs([10] * 8)
     answerer.answer(batch)
-    assert [job.completions[0].token_ids for job in batch] == [[index] for index in range(8)]
+    assert [job.answers[0].token_ids for job in batch] == [[index] for index in range(8)]
     assert memory.sizes == [8, 4, 2, 2, 2, 2] and answerer.batch_size == 2
     assert "batches have at most 2 prompts from now on" in log.text
     memory.sizes.clear()

@@ -14,8 +14,10 @@ from mindformers_ext.predict.metrics import (
     format_measures,
     joined_timings,
     joined_traffic,
+    lookup_counts,
     metrics_path,
     run_metrics,
+    shared_prefixes,
     write_metrics,
 )
 from mindformers_ext.predict.progress import Progress, estimate_total
@@ -60,6 +62,20 @@ def test_lines_say_what_each_process_holds_sends_and_waits():
         "idle share of the pipeline by rank: 25%, 50%",
     ]
     assert len(format_measures([report(0)], 0)) == 3
+
+
+def test_shared_prefixes_and_drafts_are_those_of_all_replicas():
+    reports = [
+        report(0, shared_tokens=90, prefix_tokens=30, prefix_bytes=1000, drafted_tokens=8, accepted_tokens=5),
+        report(1, leads=False, shared_tokens=90, prefix_tokens=30, prefix_bytes=2000, drafted_tokens=8),
+        report(2, shared_tokens=10, drafted_tokens=2, accepted_tokens=2),
+    ]
+    assert shared_prefixes(reports) == {"shared_tokens": 100, "computed_tokens": 30, "bytes": 2000}
+    assert lookup_counts(reports) == {"drafted": 10, "accepted": 7}
+    assert format_measures(reports, 0)[3:] == [
+        "shared prefixes: 100 prompt tokens from 30 computed ones, 2.0 kB kept",
+        "prompt lookup: 7 of 10 drafted tokens were chosen",
+    ]
 
 
 def test_a_report_survives_json():

@@ -210,7 +210,7 @@ def test_a_stop_is_not_taken_for_a_failing_record(tokenizer, failure):
 
 
 def test_a_decode_that_loses_a_row_is_an_error_of_the_program(tokenizer):
-    with pytest.raises(RuntimeError, match="1 completions for 2 prompts"):
+    with pytest.raises(RuntimeError, match="1 answers for 2 prompts"):
         run(tokenizer, ["a", "b"], lambda prompts, indices: [Completion([1], "length")])
 
 

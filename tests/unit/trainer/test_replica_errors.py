@@ -26,7 +26,7 @@ def failed(rank, kind, message=""):
 )
 def test_all_ranks_raise_the_same_and_a_stop_comes_before_a_fault(monkeypatch, reports, error, message):
     monkeypatch.setattr(replicas, "gather_errors", lambda context, own: reports)
-    answer = replicas.shared_decode(lambda prompts, indices: [], groups.single(), 1, lambda: None)
+    answer = replicas.shared_decode(lambda prompts, indices: [], groups.single(), 1, lambda: None, replicas.COMPLETIONS)
     with pytest.raises(error) as raised:
         answer([[1]], [0])
     assert str(raised.value) == message

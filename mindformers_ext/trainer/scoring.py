@@ -1,0 +1,90 @@
+"""Scoring on the ranks of a job: pairs of a context and a continuation in batches, which the replicas share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from mindformers_ext.generate import GenerationStats, Likelihood, Pair, score_groups
+from mindformers_ext.predict import Decode
+from mindformers_ext.predict.pairs import rolling_windows
+from mindformers_ext.trainer.replicas import Exchange
+
+
+def _likelihoods(found: Sequence[dict[str, Any]]) -> list[Likelihood]:
+    return [Likelihood(**fields) for fields in found]
+
+
+def num_read(pairs: Sequence[Pair]) -> int:
+    """Tokens that a group of pairs has, equal contexts counted once."""
+    contexts = {tuple(context) for context, _ in pairs}
+    return sum(map(len, contexts)) + sum(len(continuation) for _, continuation in pairs)
+
+
+# A prompt is a list of pairs, an answer the list of their likelihoods.
+LIKELIHOODS = Exchange(work=num_read, pack=lambda found: [asdict(one) for one in found], unpack=_likelihoods)
+
+
+def scoring_decode(
+    model: Any,
+    stats: GenerationStats,
+    share_prompts: bool,
+    chunk_size: int,
+    step_check: Callable[[], Callable[[], None]] | None = None,
+) -> Decode:
+    """Returns what scores the pairs of some records on this rank's replica.
+
+    Args:
+        model: see `score_groups`, as the rest.
+        stats: see there.
+        share_prompts: see there.
+        chunk_size: see there.
+        step_check: gives for each batch what is called before each of its forwards.
+    """
+
+    def score(groups: list[Sequence[Pair]], indices: list[int]) -> list[list[Likelihood]]:
+        check = None if step_check is None else step_check()
+        return score_groups(
+            model, groups, stats, share_prompts=share_prompts, chunk_size=chunk_size, before_forward=check
+        )
+
+    return score
+
+
+def score_pairs(decode: Decode, pairs: Sequence[Pair], batch_size: int) -> list[Likelihood]:
+    """Returns the likelihoods of pairs, the longest contexts first; neighbours of one context run together.
+
+    Args:
+        decode: see `scoring_decode`.
+        pairs: in any order.
+        batch_size: contexts in one batch.
+    """
+    groups = [list(group) for _, group in groupby(range(len(pairs)), key=lambda number: list(pairs[number][0]))]
+    groups.sort(key=lambda group: -num_read([pairs[number] for number in group]))
+    found: dict[int, Likelihood] = {}
+    for start in range(0, len(groups), batch_size):
+        batch = groups[start : start + batch_size]
+        scored = decode([[pairs[number] for number in group] for group in batch], [group[0] for group in batch])
+        for group, likelihoods in zip(batch, scored, strict=True):
+            found |= zip(group, likelihoods, strict=True)
+    return [found[number] for number in range(len(pairs))]
+
+
+def score_rolling(
+    decode: Decode, texts: Sequence[Sequence[int]], prefix: int, max_length: int, batch_size: int
+) -> list[float]:
+    """Returns the log-likelihood of whole texts; see `rolling_windows`.
+
+    Args:
+        decode: see `scoring_decode`.
+        texts: token ids of each.
+        prefix: see `rolling_windows`.
+        max_length: see there.
+        batch_size: windows in one batch.
+    """
+    windows = [rolling_windows(text, prefix, max_length) for text in texts]
+    scored = iter(score_pairs(decode, [window for some in windows for window in some], batch_size))
+    return [math.fsum(next(scored).total for _ in some) for some in windows]
