@@ -5,17 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
-from mindformers_ext.generate.refill import RefilledBatch
+from mindformers_ext.config.schema import PredictSection
+from mindformers_ext.generate import GenerationConfig
+from mindformers_ext.generate.refill import RefilledBatch, refill_obstacle
 from mindformers_ext.generate.rows import GeneratedRow
 from mindformers_ext.parallel.agreement import gather_errors
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import Completion
 from mindformers_ext.predict.metrics import Latencies
+from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.replicas import COMPLETIONS, raise_together
 
 # Steps between two exchanges of replicas: a row that ends waits for half of them on average.
 _STEPS = 8
+
+
+def refills(predict: PredictSection, model: Any, config: GenerationConfig, batch_size: int) -> bool:
+    """Whether records replace each other in a batch; says why not if the YAML asks for it."""
+    obstacle = refill_obstacle(model, config, batch_size)
+    if obstacle is not None and predict.refill and "refill" in predict.given:
+        logger.warning("predict.refill has no effect, batches are answered one after the other: %s", obstacle)
+    return predict.refill and obstacle is None
 
 
 def as_completion(row: GeneratedRow) -> Completion:

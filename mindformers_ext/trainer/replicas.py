@@ -95,7 +95,6 @@ def _in_order(gathered: Sequence[Sequence[Any]], shares: Sequence[Sequence[int]]
 
 
 def _completion(fields: dict[str, Any]) -> Completion:
-
     best = fields["top_logprobs"]
     pairs = None if best is None else [[(token, value) for token, value in step] for step in best]
     return Completion(**{**fields, "top_logprobs": pairs})

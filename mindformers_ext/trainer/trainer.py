@@ -13,8 +13,7 @@ from mindspore import nn
 
 from mindformers_ext.checkpoint import check_no_other_run, check_weights, saved_step
 from mindformers_ext.config import TrainConfig, load_config
-from mindformers_ext.generate import GenerationConfig, GenerationStats, Likelihood, Pair, check_pairs
-from mindformers_ext.generate.refill import refill_obstacle
+from mindformers_ext.generate import GenerationStats, Likelihood, Pair, check_pairs
 from mindformers_ext.models import TransformerConfig, weight_layout
 from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import failing_together, require_same
@@ -49,6 +48,7 @@ from mindformers_ext.trainer.model import (
     tokenizer_folder,
     training_tokenizer,
 )
+from mindformers_ext.trainer.refilling import refills
 from mindformers_ext.trainer.report import RunMeter, report_run
 from mindformers_ext.trainer.request import (
     PredictionRequest,
@@ -304,14 +304,6 @@ class Trainer:
         )
         return outputs
 
-    def _refills(self, decoding: GenerationConfig, batch_size: int) -> bool:
-        """Whether records replace each other in a batch; says why not if the YAML asks for it."""
-        predict = self.config.predict
-        obstacle = refill_obstacle(self.model, decoding, batch_size)
-        if obstacle is not None and predict.refill and "refill" in predict.given:
-            logger.warning("predict.refill has no effect, batches are answered one after the other: %s", obstacle)
-        return predict.refill and obstacle is None
-
     def _generator(
         self, job: BatchJob, request: PredictionRequest, total: int | None, stats: GenerationStats
     ) -> Callable[..., RunResult]:
@@ -335,7 +327,7 @@ class Trainer:
             max_length=getattr(self._model_config, "seq_length", None),
             vocab_size=request.vocab_size,
             skip_special_tokens=predict.skip_special_tokens,
-            refill=self._refills(decoding, options.batch_size),
+            refill=refills(predict, self.model, decoding, options.batch_size),
         )
 
     def _scorer(self, request: PredictionRequest) -> Callable[..., RunResult]:
