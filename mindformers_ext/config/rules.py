@@ -56,7 +56,7 @@ SCORE_KEYS = (
     "share_prompts",
 )
 GENERATE_KEYS = (
-    *("skip_special_tokens", "suppress_unnamed_tokens", "share_prefix"),
+    *("skip_special_tokens", "suppress_unnamed_tokens", "share_prefix", "refill"),
     *("metrics", "reference_field", "metrics_in_rows"),
 )
 # The one option of decoding that scoring has: how much of a prompt is in one forward.

@@ -347,6 +347,7 @@ class PredictSection(Section):
     metrics: list[Any] | None = None
     reference_field: Name = "answer"
     metrics_in_rows: bool = False
+    refill: bool = True
     start_timeout: NonNegativeFloat = 1800.0
     step_timeout: NonNegativeFloat = 600.0
 

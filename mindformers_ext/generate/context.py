@@ -18,14 +18,14 @@ class StepContext:
         prompt_lengths: int ``[R]``, real tokens of the prompts.
         record_ids: int ``[R]``, index of the record that a row answers.
         sequence_ids: int ``[R]``, which of the record's returned sequences a row is.
-        step: new tokens that the rows already have.
+        step: new tokens that each row already has, int ``[R]``, or one number for all.
     """
 
     sequences: Sequence[np.ndarray]
     prompt_lengths: np.ndarray
     record_ids: np.ndarray
     sequence_ids: np.ndarray
-    step: int
+    step: int | np.ndarray
 
     @cached_property
     def lengths(self) -> np.ndarray:

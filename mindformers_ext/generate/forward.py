@@ -17,6 +17,10 @@ from mindformers_ext.generate.utils import _build_combined_mask, build_position_
 from mindformers_ext.parallel.groups import single
 from mindformers_ext.parallel.lockstep import Lockstep
 
+# Pads that all rows have in front are left alone up to so many, or to a quarter of all slots: taking them away moves
+# the whole cache.
+_FEW_PADS = 32
+
 
 class BatchForward:
     """A batch in the middle of a generation.
@@ -120,7 +124,7 @@ class BatchForward:
         self._ids = np.concatenate((self._ids, column), axis=1)
         self._mask = np.concatenate((self._mask, np.ones_like(column)), axis=1)
         logits = self._last(self._run(0 if self._cache is None else self.length - 1, self.length))
-        return logits if len(self._live) == logits.num_rows else logits.select(self._live)
+        return logits if np.array_equal(self._live, np.arange(len(self._ids))) else logits.select(self._live)
 
     def select(self, rows: np.ndarray, shared: int = 0) -> None:
         """Makes row ``i`` what was row ``rows[i]``; there may be more or fewer rows than before.
@@ -141,6 +145,61 @@ class BatchForward:
             self._live = np.arange(len(rows))
             self._padded = bool((self._mask == 0).any())
 
+    def retire(self, rows: np.ndarray) -> None:
+        """Goes on with the rows ``rows``, int, ascending; the others keep their places for rows that come in."""
+        self._live = self._live[rows]
+
+    def take_in(self, other: BatchForward, max_length: int, remaining: int) -> None:
+        """Takes in the rows of another batch whose prompts have run, behind the rows of this one.
+
+        They get the places of rows that have ended. Rows end together, so those with less tokens have pads in front;
+        where all rows have many, these are taken away.
+
+        Args:
+            other: the batch, of the same model; of no use any more after this.
+            max_length: see `limit`; of the rows of both.
+            remaining: see there.
+        """
+        places = np.setdiff1d(np.arange(len(self._ids)), self._live)[: len(other._ids)]
+        missing = len(other._ids) - len(places)
+        if missing:
+            places = np.append(places, np.arange(len(self._ids), len(self._ids) + missing))
+            self._reorder(np.append(np.arange(len(self._ids)), np.zeros(missing, np.int64)), 0)
+        longest = int(max(self._mask[self._live].sum(axis=1).max(initial=0), other._mask.sum(axis=1).max()))
+        self.limit(max_length, remaining)
+        if longest > self.length or self.length - longest > max(_FEW_PADS, self.length // 4):
+            self._shift(longest - self.length)
+            self.limit(max_length, remaining)
+        kept = min(self.length, other.length)
+        for mine, others in ((self._ids, other._ids), (self._mask, other._mask)):
+            mine[places] = 0
+            mine[places, self.length - kept :] = others[:, other.length - kept :]
+        self._padded = bool((self._mask == 0).any())
+        if self._cache is not None:
+            assert other._cache is not None
+            self._cache.take_rows(places, other._cache)
+        self._live = np.append(self._live, places)
+        self.num_forwards += other.num_forwards
+
+    def limit(self, max_length: int, remaining: int) -> None:
+        """Says how far the cache may grow.
+
+        Args:
+            max_length: real tokens of the longest row at its end, with the pads that `take_in` leaves; rows that come
+                in later should find that room.
+            remaining: most tokens that a row will still get.
+        """
+        usual = max_length + max(_FEW_PADS, max_length // 3 + 1)
+        if self._cache is not None:
+            self._cache.limit(max(usual, self.length + remaining))
+
+    def _shift(self, by: int) -> None:
+        for name in ("_ids", "_mask"):
+            array = getattr(self, name)
+            setattr(self, name, np.pad(array, ((0, 0), (by, 0))) if by > 0 else array[:, -by:].copy())
+        if self._cache is not None:
+            self._cache.shift(by)
+
     def finish(self) -> None:
         """Lets processes that share parameters with this one come to their end."""
         if self._lockstep is not None:
@@ -149,6 +208,7 @@ class BatchForward:
 
     def close(self) -> None:
         """Frees the cache."""
+        self._measure()
         if self._cache is not None:
             self._cache.clear()
 

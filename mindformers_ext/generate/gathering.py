@@ -46,6 +46,13 @@ class Logits:
         """The scores of some rows, int ``[new R]``; a row may be taken more than once."""
         return replace(self, local=None if self.local is None else self.local[rows], num_rows=len(rows))
 
+    def with_rows(self, others: Logits) -> Logits:
+        """These scores, and those of others behind them."""
+        local = None
+        if self.local is not None and others.local is not None:
+            local = np.concatenate((self.local, others.local))
+        return replace(self, local=local, num_rows=self.num_rows + others.num_rows)
+
     def whole(self) -> np.ndarray:
         """The scores of the whole vocabulary, float32 ``[R, V]``, on all processes."""
         return self.shared(self.joined(), (self.num_rows, self.vocab_size), np.float32)

@@ -28,7 +28,7 @@ from mindformers_ext.generate.utils import left_pad
 from mindformers_ext.runtime import logger
 
 # Alternatives that the rows of one generation may have; each becomes a pair of Python objects.
-_MOST_ALTERNATIVES = 1 << 24
+MOST_ALTERNATIVES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,14 @@ def generate_rows(
         logger.info("seed of sampling: %d", config.seed)
     shard = getattr(model, "model_shard", None)
     stopping = Stopping(config, decode, bool if shard is None else shard.context.unit.any)
-    rows = Rows(prompts, range(len(prompts)) if record_ids is None else record_ids, _budgets(prompts, config))
-    _check_limits(model, prompts, rows.budgets)
+    rows = Rows(prompts, range(len(prompts)) if record_ids is None else record_ids, row_budgets(prompts, config))
+    check_limits(model, prompts, rows.budgets)
     _check_together(model, config, len(rows), streamer, step_scores)
     _check_log_probabilities(config, rows)
     try:
         if streamer is not None:
             streamer.put(left_pad(prompts, config.filler)[0])
-        with ms._no_grad(), _evaluating(model):
+        with ms._no_grad(), evaluating(model):
             forward = _new_forward(config)(
                 model,
                 prompts,
@@ -171,7 +171,7 @@ def generate_rows(
 
 
 @contextmanager
-def _evaluating(model: nn.Cell) -> Iterator[None]:
+def evaluating(model: nn.Cell) -> Iterator[None]:
     """Puts a model into evaluation, and each of its cells back into what it was.
 
     `Cell.set_train` changes three attributes of a cell: ``training``, its copy among the flags, and the phase.
@@ -186,6 +186,11 @@ def _evaluating(model: nn.Cell) -> Iterator[None]:
     finally:
         for cell, training, flags, phase in before:
             cell.training, cell._func_graph_flags, cell._phase = training, flags, phase
+
+
+def num_alternatives(budgets: Sequence[int], config: GenerationConfig) -> int:
+    """How many alternatives to tokens rows with these budgets may have."""
+    return sum(budgets) * config.num_return_sequences * (config.output_logprobs or 0)
 
 
 def _new_forward(config: GenerationConfig) -> Callable[..., BatchForward]:
@@ -236,16 +241,16 @@ def _check_together(
 
 
 def _check_log_probabilities(config: GenerationConfig, rows: Rows) -> None:
-    count = int(rows.budgets.sum()) * config.num_return_sequences * (config.output_logprobs or 0)
-    if count > _MOST_ALTERNATIVES:
+    count = num_alternatives(rows.budgets.tolist(), config)
+    if count > MOST_ALTERNATIVES:
         raise ValueError(
             f"output_logprobs {config.output_logprobs} for {len(rows)} prompts of up to {int(rows.budgets.max())} new "
-            f"tokens may be {count:,} values, more than {_MOST_ALTERNATIVES:,}; lower it, max_new_tokens or the batch "
+            f"tokens may be {count:,} values, more than {MOST_ALTERNATIVES:,}; lower it, max_new_tokens or the batch "
             "size"
         )
 
 
-def _budgets(prompts: Sequence[Sequence[int]], config: GenerationConfig) -> list[int]:
+def row_budgets(prompts: Sequence[Sequence[int]], config: GenerationConfig) -> list[int]:
     budgets = [config.row_budget(len(prompt)) for prompt in prompts]
     full = [row for row, budget in enumerate(budgets) if budget < 1]
     if full:
@@ -255,7 +260,7 @@ def _budgets(prompts: Sequence[Sequence[int]], config: GenerationConfig) -> list
     return budgets
 
 
-def _check_limits(model: Any, prompts: Sequence[Sequence[int]], budgets: np.ndarray) -> None:
+def check_limits(model: Any, prompts: Sequence[Sequence[int]], budgets: np.ndarray) -> None:
     """Refuses ids that the model does not have and rows that would grow beyond its length, if its config tells."""
     limits = getattr(model, "config", None)
     vocab_size, seq_length = getattr(limits, "vocab_size", None), getattr(limits, "seq_length", None)

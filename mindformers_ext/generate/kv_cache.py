@@ -96,6 +96,36 @@ class KVCache(Sequence[Any]):
             else:
                 entry.reorder(rows, shared)
 
+    def limit(self, max_length: int) -> None:
+        """Changes how many tokens a row will ever hold; pairs of tensors hold what they hold."""
+        for entry in self._layers:
+            if not isinstance(entry, tuple | list):
+                entry.limit(max_length)
+
+    def shift(self, by: int) -> None:
+        """Puts so many pads in front of every row, or, negative, takes them away."""
+        for index, entry in enumerate(self._layers):
+            if isinstance(entry, tuple | list):
+                self._layers[index] = tuple(Tensor.from_numpy(_last_slots(t, t.shape[2] + by)) for t in entry)
+            else:
+                entry.shift(by)
+
+    def take_rows(self, rows: np.ndarray, source: KVCache) -> None:
+        """Makes rows those of another cache, whose last tokens are then the last ones here.
+
+        Args:
+            rows: int ``[n]``.
+            source: a cache of n rows of the same model. What it holds beyond `length` tokens are pads.
+        """
+        for index, (entry, other) in enumerate(zip(self._layers, source, strict=True)):
+            if isinstance(entry, tuple | list):
+                arrays = [tensor.asnumpy().copy() for tensor in entry]
+                for array, tensor in zip(arrays, other, strict=True):
+                    array[rows] = _last_slots(tensor, array.shape[2])
+                self._layers[index] = tuple(map(Tensor.from_numpy, arrays))
+            else:
+                entry.take_rows(rows, other)
+
     def copied(self, rows: np.ndarray) -> KVCache:
         """Returns a cache whose row ``i`` is a copy of row ``rows[i]``; this one stays as it is."""
         return KVCache(
@@ -150,3 +180,12 @@ class KVCache(Sequence[Any]):
             if not isinstance(entry, tuple | list):
                 entry.clear()
         self._layers = []
+
+
+def _last_slots(tensor: Tensor, count: int) -> np.ndarray:
+    """The last ``count`` slots of ``[B, heads, S, D]``; zeros in front where there are less."""
+    array = tensor.asnumpy()
+    result = np.zeros((*array.shape[:2], count, *array.shape[3:]), array.dtype)
+    kept = min(count, array.shape[2])
+    result[:, :, count - kept :] = array[:, :, array.shape[2] - kept :]
+    return result

@@ -23,10 +23,10 @@ def fresh_seed() -> int:
     return secrets.randbelow(SEED_LIMIT)
 
 
-def row_keys(seed: int, record_ids: np.ndarray, sequence_ids: np.ndarray, step: int) -> np.ndarray:
-    """The keys uint64 ``[R]`` of rows at a step."""
+def row_keys(seed: int, record_ids: np.ndarray, sequence_ids: np.ndarray, step: int | np.ndarray) -> np.ndarray:
+    """The keys uint64 ``[R]`` of rows at a step, or each at its own, int ``[R]``."""
     keys = _mix(np.full(len(record_ids), seed, np.uint64))
-    for part in (record_ids, sequence_ids, np.full(len(record_ids), step)):
+    for part in (record_ids, sequence_ids, np.broadcast_to(step, len(record_ids))):
         keys = _mix(_advance(keys, np.asarray(part)))
     return keys
 

@@ -38,6 +38,9 @@ class GeneratedRow:
     top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
+_BY_ROW = ("prompt_lengths", "record_ids", "sequence_ids", "budgets", "origins", "steps", "_ids")
+
+
 class Rows:
     """The unfinished rows of a batch: their ids and whose answers they are.
 
@@ -53,7 +56,7 @@ class Rows:
         self.sequence_ids = np.zeros(len(prompts), np.int64)
         self.budgets = np.array(budgets, np.int64)
         self.origins = np.arange(len(prompts))  # row numbers at the start, or those that `select` made of them
-        self.step = 0
+        self.steps = np.zeros(len(prompts), np.int64)  # new tokens that each row has
         self._ids = np.zeros((len(prompts), int((self.prompt_lengths + self.budgets).max())), np.int64)
         for row, prompt in enumerate(prompts):
             self._ids[row, : len(prompt)] = prompt
@@ -61,34 +64,49 @@ class Rows:
     def __len__(self) -> int:
         return len(self.origins)
 
+    @property
+    def step(self) -> int:
+        """New tokens of the row that has the most: of every row, where all of them began together."""
+        return int(self.steps.max(initial=0))
+
     def context(self) -> StepContext:
         """What processors and criteria are told."""
-        lengths = self.prompt_lengths + self.step
+        lengths = self.prompt_lengths + self.steps
         return StepContext(
             sequences=[ids[:length] for ids, length in zip(self._ids, lengths.tolist(), strict=True)],
             prompt_lengths=self.prompt_lengths,
             record_ids=self.record_ids,
             sequence_ids=self.sequence_ids,
-            step=self.step,
+            step=self.steps,
         )
 
     def append(self, tokens: np.ndarray) -> None:
         """Adds one token to each row, int ``[R]``."""
-        self._ids[np.arange(len(self)), self.prompt_lengths + self.step] = tokens
-        self.step += 1
+        self._ids[np.arange(len(self)), self.prompt_lengths + self.steps] = tokens
+        self.steps = self.steps + 1  # not in place: contexts hold the array
 
     def new_tokens(self) -> np.ndarray:
-        """The new tokens so far, int64 ``[R, step]``."""
+        """The new tokens so far, int64 ``[R, step]``; a row's own are the first ``steps`` of them."""
         columns = self.prompt_lengths[:, None] + np.arange(self.step)
-        return np.take_along_axis(self._ids, columns, axis=1)
+        return np.take_along_axis(self._ids, np.minimum(columns, self._ids.shape[1] - 1), axis=1)
 
     def select(self, rows: np.ndarray) -> Rows:
         """The rows ``rows`` of these, int ``[new R]``; a row may be taken more than once."""
         chosen = object.__new__(Rows)
-        chosen.step = self.step
-        for name in ("prompt_lengths", "record_ids", "sequence_ids", "budgets", "origins", "_ids"):
+        for name in _BY_ROW:
             setattr(chosen, name, getattr(self, name)[rows])
         return chosen
+
+    def with_rows(self, others: Rows) -> Rows:
+        """These rows, and others behind them."""
+        joined = object.__new__(Rows)
+        width = max(self._ids.shape[1], others._ids.shape[1])
+        for name in _BY_ROW:
+            parts = [getattr(rows, name) for rows in (self, others)]
+            if name == "_ids":
+                parts = [np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts]
+            setattr(joined, name, np.concatenate(parts))
+        return joined
 
     def repeated(self, count: int) -> Rows:
         """Each row ``count`` times, one after another, as sequences 0 to ``count`` - 1 of its record."""

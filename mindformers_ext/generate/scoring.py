@@ -20,7 +20,7 @@ from mindspore import Tensor
 
 from mindformers_ext import ops
 from mindformers_ext.generate.forward import _lockstep, _unpacked
-from mindformers_ext.generate.generation import _evaluating
+from mindformers_ext.generate.generation import evaluating
 from mindformers_ext.generate.kv_cache import KVCache
 from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.generate.utils import _build_combined_mask, build_position_ids, left_pad
@@ -84,7 +84,7 @@ def score_groups(
     pairs = [pair for group in groups for pair in group]
     check_pairs(model, pairs)
     found: dict[int, Likelihood] = {}
-    with ms._no_grad(), _evaluating(model):
+    with ms._no_grad(), evaluating(model):
         forwards = _Forwards(model, chunk_size, before_forward, GenerationStats() if stats is None else stats)
         for chosen in _batches(pairs, len(groups)):
             part = [pairs[index] for index in chosen]

@@ -9,7 +9,7 @@ import numpy as np
 from mindformers_ext.generate.choice import Choice, Chosen
 from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
-from mindformers_ext.generate.logprobs import as_fields, record_logprobs
+from mindformers_ext.generate.logprobs import Recorded, as_fields, record_logprobs
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.generate.stopping import REASONS, RUNNING, Stopping, Verdict
@@ -136,16 +136,29 @@ class Answers:
         """Takes the answers of the rows that `verdict` ends."""
         tokens = rows.new_tokens()
         for row in np.flatnonzero(verdict.codes != RUNNING).tolist():
-            reason = REASONS[verdict.codes[row]]
-            assert reason is not None
-            match = verdict.matches.get(row)
             origin = int(rows.origins[row])
             records = {name: values[origin, : rows.step] for name, values in self._records.items()}
-            self._found[origin] = GeneratedRow(
-                token_ids=tokens[row].tolist(),
-                finish_reason=reason,
-                stop_string=None if match is None else match.text,
-                stop_position=None if match is None else match.position,
-                sequence_idx=int(rows.sequence_ids[row]),
-                **as_fields(records),
-            )
+            sequence = int(rows.sequence_ids[row])
+            self._found[origin] = finished_row(tokens[row].tolist(), verdict, row, sequence, records)
+
+
+def finished_row(token_ids: list[int], verdict: Verdict, row: int, sequence: int, records: Recorded) -> GeneratedRow:
+    """The answer of a row that a verdict ends.
+
+    Args:
+        token_ids: its new tokens.
+        verdict: of the rows of a step.
+        row: which of them it is.
+        sequence: which of its prompt's answers it is.
+        records: see `as_fields`.
+    """
+    reason, match = REASONS[verdict.codes[row]], verdict.matches.get(row)
+    assert reason is not None
+    return GeneratedRow(
+        token_ids=token_ids,
+        finish_reason=reason,
+        stop_string=None if match is None else match.text,
+        stop_position=None if match is None else match.position,
+        sequence_idx=sequence,
+        **as_fields(records),
+    )

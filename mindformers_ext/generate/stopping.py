@@ -135,7 +135,7 @@ class Stopping:
     def check(
         self,
         tokens: np.ndarray,
-        num_new: int,
+        num_new: int | np.ndarray,
         budgets: np.ndarray,
         context: Callable[[], StepContext],
         scores: Callable[[], np.ndarray],
@@ -144,7 +144,7 @@ class Stopping:
 
         Args:
             tokens: the newest token of each row, int ``[M]``.
-            num_new: new tokens of each row, the newest included.
+            num_new: new tokens of each row, the newest included, int ``[M]``, or one number for all.
             budgets: most new tokens of each row, int ``[M]``.
             context: gives the rows, newest token included; called if `reads_rows`.
             scores: gives the scores ``[M, V]`` that the tokens were chosen from; called for plug-ins.
@@ -158,8 +158,8 @@ class Stopping:
             rows = context()
             for plugin in self._plugins:
                 codes[call_criterion(plugin, rows.padded(self._filler), scores())] = STOP
-            if self._strings is not None and num_new >= self._min_new_tokens:
-                for row in np.flatnonzero(~eos):
+            if self._strings is not None:
+                for row in np.flatnonzero(~eos & (num_new >= self._min_new_tokens)):
                     match = self._strings.find(rows.sequences[row], int(rows.prompt_lengths[row]))
                     if match is not None:
                         verdict.matches[int(row)] = match

@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import Tensor
 
 from mindformers_ext import ops
+from mindformers_ext.parallel.collectives import Group
 
 # Buffers start at this many slots and double: attention never reads more than twice what is filled.
 _FIRST_CAPACITY = 128
@@ -77,6 +78,27 @@ class LayerState:
 
         Raises:
             ValueError: this kind of state cannot take tokens back.
+        """
+        raise NotImplementedError
+
+    def limit(self, max_length: int) -> None:
+        """Changes how many tokens a row will ever hold; there are no more than these yet."""
+        self.max_length = max_length
+
+    def shift(self, by: int) -> None:
+        """Puts so many pads in front of every row, or, negative, takes them away, so that `length` changes by as many.
+
+        Of a row that has fewer pads to take away, first tokens are lost; its state is of no use then.
+        """
+        raise NotImplementedError
+
+    def take_rows(self, rows: np.ndarray, source: Any) -> None:
+        """Makes rows those of another state of this kind, whose last tokens are then the last ones here.
+
+        Args:
+            rows: int ``[n]``, rows of this state.
+            source: state of n rows. What it holds beyond `length` tokens are pads; a row that holds less gets pads in
+                front.
         """
         raise NotImplementedError
 
@@ -149,6 +171,19 @@ class SlotState(LayerState):
     def crop(self, length: int) -> None:
         """See `LayerState.crop`."""
         self.length = min(self.length, length)
+
+    def shift(self, by: int) -> None:
+        """See `LayerState.shift`."""
+        self.reserve(self.length + by)
+        for buffer in self.buffers:
+            ops.shift_slots(buffer, by, self.length)
+        self.length += by
+
+    def take_rows(self, rows: np.ndarray, source: SlotState) -> None:
+        """See `LayerState.take_rows`."""
+        count = min(self.length, source.length)
+        for buffer, other in zip(self.buffers, source.buffers, strict=True):
+            ops.put_rows(buffer, rows, self.length, other, source.length - count, source.length)
 
     def take(self, source: SlotState, copies: Sequence[RowCopy], length: int) -> None:
         """See `LayerState.take`."""
@@ -237,7 +272,7 @@ def view_rows(state: Any, begin: int, end: int) -> Any:
             setattr(view, name, ops.view_rows(value, begin, end))
         elif isinstance(value, list):
             setattr(view, name, [ops.view_rows(buffer, begin, end) for buffer in value])
-        elif hasattr(value, "__dict__"):
+        elif _is_state(value):
             setattr(view, name, view_rows(value, begin, end))
     return view
 
@@ -265,8 +300,13 @@ def take_numbers(state: Any, views: Sequence[Any]) -> None:
             setattr(state, name, max(getattr(view, name) for view in views))
         elif isinstance(value, np.ndarray):
             setattr(state, name, getattr(views[0], name))
-        elif hasattr(value, "__dict__") and not isinstance(value, Tensor):
+        elif _is_state(value):
             take_numbers(value, [getattr(view, name) for view in views])
+
+
+def _is_state(value: Any) -> bool:
+    """Whether a part of a state is a state itself."""
+    return hasattr(value, "__dict__") and not isinstance(value, Tensor | Group)
 
 
 def zeros(*shape: int) -> Tensor:

@@ -68,6 +68,18 @@ class CompressorState:
             move_ring_rows(ring, rows, shared, length)
         ops.move_rows(self.blocks, rows, max(0, shared - pads) // self.rate, length // self.rate)
 
+    def shift(self, by: int) -> None:
+        """See `LayerState.shift`; blocks are numbered by the positions of a row, whatever pads it has."""
+        for ring in (self.values, self.gates):
+            ops.shift_ring(ring, by)
+
+    def take_rows(self, rows: np.ndarray, source: CompressorState, length: int, source_length: int) -> None:
+        """See `LayerState.take_rows`; the lengths are those of both states."""
+        for ring, other in ((self.values, source.values), (self.gates, source.gates)):
+            ops.put_ring_rows(ring, rows, length, other, source_length)
+        count = min(length, source_length) // self.rate
+        ops.put_rows(self.blocks, rows, count, source.blocks, 0, count)
+
     def take(self, source: CompressorState, row: RowCopy) -> None:
         """Takes over a row; its blocks are those of its positions, wherever it begins."""
         for ring, given in ((self.values, source.values), (self.gates, source.gates)):
@@ -138,6 +150,28 @@ class SparseAttentionState(LayerState):
                 f"sparse attention cannot take tokens back: {length} of {self.length} were to be kept; run the "
                 "sequence again with a new cache"
             )
+
+    def limit(self, max_length: int) -> None:
+        """See `LayerState.limit`."""
+        super().limit(max_length)
+        for part in self._parts():
+            part.max_blocks = max_length // part.rate
+
+    def shift(self, by: int) -> None:
+        """See `LayerState.shift`."""
+        self.reserve(self.length + by)
+        for part in self._parts():
+            part.shift(by)
+        ops.shift_ring(self.window, by)
+        self.length += by
+        self.pads = max(0, self.pads + by)
+
+    def take_rows(self, rows: np.ndarray, source: SparseAttentionState) -> None:
+        """See `LayerState.take_rows`; the windows of both must be of one size."""
+        for part, other in zip(self._parts(), source._parts(), strict=True):
+            part.take_rows(rows, other, self.length, source.length)
+        ops.put_ring_rows(self.window, rows, self.length, source.window, source.length)
+        self.pads = max(self.pads, source.pads + self.length - source.length)
 
     def take(self, source: SparseAttentionState, copies: Sequence[RowCopy], length: int) -> None:
         """See `LayerState.take`.

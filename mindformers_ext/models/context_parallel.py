@@ -26,7 +26,7 @@ class SharedState(LayerState):
 
     Args:
         state: buffers for the slots of this process.
-        parts: processes that share the sequence.
+        group: the processes that share the sequence.
 
     Attributes:
         length: tokens of the whole sequence.
@@ -35,11 +35,11 @@ class SharedState(LayerState):
 
     can_crop = True
 
-    def __init__(self, state: SlotState, parts: int) -> None:
+    def __init__(self, state: SlotState, group: Group) -> None:
         super().__init__(state.max_length)
-        self.state, self.parts = state, parts
+        self.state, self._group = state, group
         # A part of the first tokens and a part of those after them, each rounded up.
-        state.max_length = state.max_length // parts + 2
+        state.max_length = state.max_length // group.size + 2
         self.slots = np.zeros(0, np.int64)
 
     @property
@@ -51,7 +51,7 @@ class SharedState(LayerState):
         """See `LayerState.reserve`."""
         super().reserve(length)
         # Of the new tokens a process keeps its part, and one more where they do not divide.
-        self.state.reserve(min(len(self.slots) + (length - self.length) // self.parts + 1, self.state.max_length))
+        self.state.reserve(min(len(self.slots) + (length - self.length) // self._group.size + 1, self.state.max_length))
 
     def keep(self, share: SequenceShare, *values: Tensor) -> None:
         """Adds those new tokens that this process keeps.
@@ -84,6 +84,34 @@ class SharedState(LayerState):
     def reorder(self, rows: np.ndarray, shared: int = 0) -> None:
         """See `LayerState.reorder`."""
         self.state.reorder(rows, int(np.searchsorted(self.slots, shared)))
+
+    def limit(self, max_length: int) -> None:
+        """See `LayerState.limit`; once rows were shifted, a process may keep more than its part."""
+        super().limit(max_length)
+        self.state.limit(max_length)
+
+    def shift(self, by: int) -> None:
+        """See `LayerState.shift`; of new pads each process keeps its part, and of lost ones it loses its own."""
+        if by < 0:
+            gone = int(np.searchsorted(self.slots, -by))
+            self.state.shift(-gone)
+            self.slots = self.slots[gone:] + by
+        else:
+            new = np.arange(self._group.rank, by, self._group.size)
+            self.state.shift(len(new))
+            self.slots = np.concatenate((new, self.slots + by))
+        self.length += by
+
+    def take_rows(self, rows: np.ndarray, source: SharedState) -> None:
+        """See `LayerState.take_rows`; tokens move to other processes, so these exchange them."""
+        origins = self.slots - self.length + source.length
+        for buffer, other in zip(self.state.buffers, source.state.buffers, strict=True):
+            batch, heads, _, dim = other.shape
+            whole = np.zeros((batch, heads, source.length, dim), np.float32)
+            whole[:, :, source.slots] = other.asnumpy()[:, :, : len(source.slots)]
+            whole = self._group.all_reduce(whole)
+            kept = np.where(origins[:, None] >= 0, whole[:, :, np.maximum(origins, 0)], np.float32(0))
+            ops.put_rows(buffer, rows, len(origins), Tensor.from_numpy(kept), 0, len(origins))
 
     def crop(self, length: int) -> None:
         """See `LayerState.crop`."""

@@ -59,6 +59,15 @@ class DeltaNetState(LayerState):
                 f"{length} again from an empty cache"
             )
 
+    def shift(self, by: int) -> None:
+        """See `LayerState.shift`; pads have left nothing in the memory."""
+        self.length += by
+
+    def take_rows(self, rows: np.ndarray, source: DeltaNetState) -> None:
+        """See `LayerState.take_rows`."""
+        for buffer, other in ((self.conv, source.conv), (self.recurrent, source.recurrent)):
+            ops.put_rows(buffer, rows, buffer.shape[2], other, 0, other.shape[2])
+
     def take(self, source: DeltaNetState, copies: Sequence[RowCopy], length: int) -> None:
         """See `LayerState.take`; a state is that of all its tokens.
 

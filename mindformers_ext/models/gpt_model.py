@@ -195,10 +195,10 @@ class GPTModel(nn.Cell):
     def new_cache(self, batch_size: int, max_length: int) -> list[LayerState]:
         """Returns empty state for ``batch_size`` rows of up to ``max_length`` tokens, one entry a layer."""
         states = [layer.self_attention.new_state(batch_size, max_length) for layer in self.decoder.layers]
-        if self.model_shard.context.cp.size == 1:
+        group = self.model_shard.context.cp
+        if group.size == 1:
             return states
-        parts = self.model_shard.context.cp.size
-        return [SharedState(state, parts) if isinstance(state, SlotState) else state for state in states]
+        return [SharedState(state, group) if isinstance(state, SlotState) else state for state in states]
 
     def weight_layout(self) -> WeightLayout:
         """Returns how the parameters of the whole model are stored in HuggingFace checkpoints."""

@@ -20,8 +20,10 @@ from mindformers_ext.ops.compression import (
     compressor_gates,
     index_scores,
     pool_windows,
+    put_ring_rows,
     read_ring,
     select_blocks,
+    shift_ring,
     write_blocks,
     write_ring,
 )
@@ -87,12 +89,16 @@ __all__ = [
     "partial_attention",
     "partial_rotary",
     "pool_windows",
+    "put_ring_rows",
+    "put_rows",
     "qkv_heads",
     "read_ring",
     "rms_norm",
     "rounded",
     "route",
     "select_blocks",
+    "shift_ring",
+    "shift_slots",
     "sigmoid",
     "sink_attention",
     "split_latent",
@@ -296,6 +302,28 @@ def write_slots(buffer: Tensor, start: int, values: Tensor) -> None:
 def move_rows(buffer: Tensor, rows: np.ndarray, start: int, stop: int) -> None:
     """Makes slots ``start`` to ``stop`` of row ``i`` those of row ``rows[i]`` in ``buffer`` ``[B, N, T, ...]``."""
     (host if device_target() == "CPU" else reference).move_rows(buffer, rows, start, stop)
+
+
+def put_rows(buffer: Tensor, rows: np.ndarray, end: int, source: Tensor, start: int, stop: int) -> None:
+    """Writes slots ``start`` to ``stop`` of ``source`` ``[n, N, S, ...]`` into rows of a buffer, in place.
+
+    Args:
+        buffer: ``[B, N, T, ...]``.
+        rows: int ``[n]``, the rows; their slots before the written ones become 0.
+        end: the slot after the last one that is written.
+        source: what is written.
+        start: see above.
+        stop: see above.
+    """
+    (host if device_target() == "CPU" else reference).put_rows(buffer, rows, end, source, start, stop)
+
+
+def shift_slots(buffer: Tensor, by: int, length: int) -> None:
+    """Moves the first ``length`` slots of ``buffer`` ``[B, N, T, ...]`` by so many to the right, or, negative, left.
+
+    What is moved beyond the first slot is lost; slots that become free in front are 0.
+    """
+    (host if device_target() == "CPU" else reference).shift_slots(buffer, by, length)
 
 
 def view_rows(buffer: Tensor, begin: int, end: int) -> Tensor:

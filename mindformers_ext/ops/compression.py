@@ -155,6 +155,33 @@ def write_ring(ring: Tensor, start: int, values: Tensor) -> None:
         ring[:, :, Tensor(slots.astype(np.int32))] = values[:, length - kept :].expand_dims(1)
 
 
+def put_ring_rows(ring: Tensor, rows: np.ndarray, end: int, source: Tensor, source_end: int) -> None:
+    """Makes rows of a ring those of another ring of the same size, in place.
+
+    Args:
+        ring: float32 ``[B, 1, R, D]``, which holds the slots before ``end`` of its sequences.
+        rows: int ``[n]``, rows of it.
+        end: see above.
+        source: float32 ``[n, 1, R, D]``, which holds the slots before ``source_end``: those that are written.
+        source_end: see above.
+    """
+    size = ring.shape[2]
+    places = np.arange(size)
+    origins = (places - end + source_end) % size
+    if device_target() == "CPU":
+        ring.asnumpy()[rows] = source.asnumpy()[:, :, origins]
+        return
+    turned = ops.gather(source, Tensor(origins.astype(np.int32)), 2)
+    for index, row in enumerate(rows.tolist()):
+        ring[row : row + 1] = turned[index : index + 1]
+
+
+def shift_ring(ring: Tensor, by: int) -> None:
+    """Makes what was slot s of the sequences in ``ring`` ``[B, 1, R, D]`` slot ``s + by``, in place."""
+    if by % ring.shape[2]:
+        put_ring_rows(ring, np.arange(ring.shape[0]), by, ring.copy(), 0)
+
+
 def write_blocks(buffer: Tensor, rows: np.ndarray, slots: np.ndarray, values: Tensor, chosen: np.ndarray) -> None:
     """Writes rows of ``values`` into ``buffer``, in place.
 

@@ -216,3 +216,20 @@ def move_rows(buffer: Tensor, rows: np.ndarray, start: int, stop: int) -> None:
     if moved.size and start < stop:
         slots = buffer.asnumpy()[:, :, start:stop]
         slots[moved] = slots[rows[moved]]
+
+
+def put_rows(buffer: Tensor, rows: np.ndarray, end: int, source: Tensor, start: int, stop: int) -> None:
+    """See `mindformers_ext.ops.put_rows`."""
+    slots, first = buffer.asnumpy(), end - (stop - start)
+    slots[rows, :, :first] = 0
+    slots[rows, :, first:end] = source.asnumpy()[:, :, start:stop]
+
+
+def shift_slots(buffer: Tensor, by: int, length: int) -> None:
+    """See `mindformers_ext.ops.shift_slots`."""
+    slots = buffer.asnumpy()
+    if by < 0:
+        slots[:, :, : length + by] = slots[:, :, -by:length]
+    else:
+        slots[:, :, by : by + length] = slots[:, :, :length]
+        slots[:, :, :by] = 0

@@ -132,6 +132,25 @@ def move_rows(buffer: Tensor, rows: np.ndarray, start: int, stop: int) -> None:
         buffer[:, :, start:stop] = ops.gather(buffer[:, :, start:stop], Tensor(rows.astype(np.int32)), 0)
 
 
+def put_rows(buffer: Tensor, rows: np.ndarray, end: int, source: Tensor, start: int, stop: int) -> None:
+    """See `mindformers_ext.ops.put_rows`."""
+    first = end - (stop - start)
+    for index, row in enumerate(rows.tolist()):
+        if first:
+            buffer[row : row + 1, :, :first] = 0
+        if start < stop:
+            buffer[row : row + 1, :, first:end] = source[index : index + 1, :, start:stop]
+
+
+def shift_slots(buffer: Tensor, by: int, length: int) -> None:
+    """See `mindformers_ext.ops.shift_slots`."""
+    if by < 0 and length + by > 0:
+        buffer[:, :, : length + by] = buffer[:, :, -by:length].copy()
+    elif by > 0:
+        buffer[:, :, by : by + length] = buffer[:, :, :length].copy()
+        buffer[:, :, :by] = 0
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
     """See `mindformers_ext.ops.cross_entropy`."""
     total = ops.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")

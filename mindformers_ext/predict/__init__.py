@@ -7,6 +7,7 @@ from mindformers_ext.predict.isolation import FAULTS_OF_RECORDS, BatchError, Dec
 from mindformers_ext.predict.job import OutputJob, open_job
 from mindformers_ext.predict.output_files import check_output
 from mindformers_ext.predict.records import Record, RecordError, normalize_input, record_count
+from mindformers_ext.predict.refill import Refill
 from mindformers_ext.predict.run import RunResult, run_generation
 from mindformers_ext.predict.sources import InputFiles, input_files, reads_stdin
 from mindformers_ext.predict.stop import JobStoppedError, StopSignals
@@ -27,6 +28,7 @@ __all__ = [
     "PromptTemplates",
     "Record",
     "RecordError",
+    "Refill",
     "RunResult",
     "RunSummary",
     "StopSignals",

@@ -121,28 +121,39 @@ class Answerer:
             answers = self._decode([job.prompt for job in jobs], [job.record.index for job in jobs])
         except FAULTS_OF_RECORDS as error:
             failure = fault_of(error)
-            self._log(jobs, failure, error)
+            self.log(jobs, failure, error)
         # Out of the except block: the traceback holds the failed step's tensors, which the retry may need room for.
         if failure is None:
-            self._share_out(jobs, answers)
-        elif len(jobs) == 1:
-            jobs[0].error = failure
+            self.share_out(jobs, answers)
         else:
-            middle = len(jobs) // 2
-            if failure.type == "oom":
-                self.batch_size = middle
-                logger.warning("out of memory: batches have at most %d prompts from now on", middle)
-            self.answer(jobs[:middle])
-            self.answer(jobs[middle:])
+            self.retry(jobs, failure)
 
-    def _share_out(self, jobs: Sequence[Job], answers: list[Any]) -> None:
+    def retry(self, jobs: Sequence[Job], failure: RecordError) -> None:
+        """Gives the jobs of a batch that failed answers, or an error."""
+        if len(jobs) == 1:
+            jobs[0].error = failure
+            return
+        middle = len(jobs) // 2
+        if failure.type == "oom":
+            self.batch_size = middle
+            logger.warning("out of memory: batches have at most %d prompts from now on", middle)
+        self.answer(jobs[:middle])
+        self.answer(jobs[middle:])
+
+    def share_out(self, jobs: Sequence[Job], answers: list[Any]) -> None:
+        """Gives each job its answers.
+
+        Raises:
+            RuntimeError: there are too many, or too few.
+        """
         each = self._num_sequences
         if len(answers) != each * len(jobs):
             raise RuntimeError(f"decode returned {len(answers)} answers for {len(jobs)} prompts, not {each} for each")
         for index, job in enumerate(jobs):
             job.answers = answers[each * index : each * (index + 1)]
 
-    def _log(self, jobs: Sequence[Job], failure: RecordError, error: Exception) -> None:
+    def log(self, jobs: Sequence[Job], failure: RecordError, error: Exception) -> None:
+        """Writes a line about a batch that failed, unless there were many of them."""
         self._num_logged += 1
         if self._num_logged > _MAX_LOGGED_FAILURES:
             return

@@ -1,4 +1,4 @@
-"""The journal of a run: every finished record, on disk before the next batch, in the order in which they were finished.
+"""The journal of a run: every finished record, on disk before the run goes on, in the order in which they finished.
 
 First line: `{"journal": 1, "identity": {...}, "facts": {...}}`. Every other line is one record:
 `{"index": 7, "record": "<hash of its content, 16 hex digits>", "rows": [...]}`, its rows being those of the output.

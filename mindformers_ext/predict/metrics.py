@@ -65,7 +65,7 @@ class RankReport:
 
 
 class Latencies:
-    """Seconds from the start to the end of each record's batch."""
+    """Seconds from the start to the end of each record, or of the batch that it was answered in."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -81,6 +81,10 @@ class Latencies:
             return answers
 
         return answer
+
+    def add(self, seconds: float) -> None:
+        """Notes how long a record took."""
+        self._batches.append((seconds, 1))
 
     def percentiles(self) -> dict[str, float] | None:
         """``p50``, ``p90``, ``p99`` and ``max`` over the records: the smallest time that so many took at most.

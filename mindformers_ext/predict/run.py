@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -12,12 +12,13 @@ from mindformers_ext.predict.generating import GenerationTask
 from mindformers_ext.predict.isolation import Answerer, Decode, Job
 from mindformers_ext.predict.progress import Progress
 from mindformers_ext.predict.records import Record, RecordError
+from mindformers_ext.predict.refill import Refill, answer_refilled
 from mindformers_ext.predict.rows import error_row
 from mindformers_ext.predict.stop import JobStoppedError
 from mindformers_ext.predict.summary import RunSummary
 from mindformers_ext.predict.task import Task
 from mindformers_ext.predict.tokenizer import Tokenizer
-from mindformers_ext.predict.window import Window
+from mindformers_ext.predict.window import windowed
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def run_records(
     max_errors: int | None = None,
     prepare: Callable[[], None] | None = None,
     agree: Callable[[JobStoppedError | None], None] = stop_alone,
+    refill: Refill | None = None,
 ) -> RunResult:
     """Answers every record and writes its rows as soon as they are known.
 
@@ -123,6 +125,8 @@ def run_records(
         prepare: is called once, before the first batch; not at all if there is none.
         agree: is called after each batch, on all processes of the job, with what stopped this one, or None. Raises
             `JobStoppedError` on all of them if any was stopped.
+        refill: answers records one by one, the next as soon as there is room; `decode` then answers only what failed.
+            None answers batch after batch.
 
     Raises:
         ValueError: batch_size below 1.
@@ -134,36 +138,42 @@ def run_records(
     answerer = Answerer(decode, batch_size, num_sequences)
     emitter = _Emitter(task, writer, collect, on_error, max_errors, num_errors)
     agree(emitter.too_many_errors())
-    window = Window(batch_size)
-    prepared = prepare is None
     start = time.perf_counter()
     with Progress(progress, total) as bar:
 
-        def finish() -> None:
-            nonlocal prepared
-            for batch in window.batches(batch_size):
-                if batch[0].error is None:
-                    if not prepared:
-                        assert prepare is not None
-                        prepare()
-                        prepared = True
-                    answerer.answer(batch)
-                agree(emitter.emit(batch))
-                bar.update(len(batch), emitter.summary)
+        def jobs() -> Iterator[Job]:
+            for record in records:
+                content = record_hash(record) if writer is not None or finished is not None else 0
+                if finished is not None and finished.has(record.index, content):
+                    emitter.summary.num_resumed += 1
+                    bar.update(1, emitter.summary)
+                    continue
+                yield task.prepare(record, content)
 
-        for record in records:
-            content = record_hash(record) if writer is not None or finished is not None else 0
-            if finished is not None and finished.has(record.index, content):
-                emitter.summary.num_resumed += 1
-                bar.update(1, emitter.summary)
-                continue
-            window.add(task.prepare(record, content))
-            if window.is_full:
-                finish()
-        finish()
+        def emit(done: list[Job]) -> None:
+            agree(emitter.emit(done))
+            bar.update(len(done), emitter.summary)
+
+        batches = _batches(jobs(), batch_size, prepare)
+        if refill is not None:
+            answer_refilled(batches, refill, answerer, emit)
+        else:
+            for batch in batches:
+                if batch[0].error is None:
+                    answerer.answer(batch)
+                emit(batch)
     emitter.summary.wall_seconds = time.perf_counter() - start
     emitter.outputs.sort(key=lambda output: output[0])
     return RunResult(emitter.outputs, emitter.summary)
+
+
+def _batches(jobs: Iterator[Job], batch_size: int, prepare: Callable[[], None] | None) -> Iterator[list[Job]]:
+    """Reads on as far as batches are asked for; calls `prepare` before the first one that can be answered."""
+    for batch in windowed(jobs, batch_size):
+        if prepare is not None and batch[0].error is None:
+            prepare()
+            prepare = None
+        yield batch
 
 
 @dataclass

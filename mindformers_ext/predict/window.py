@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mindformers_ext.predict.isolation import Job
 
@@ -42,3 +42,13 @@ class Window:
             yield failed
         for start in range(0, len(ready), batch_size):
             yield ready[start : start + batch_size]
+
+
+def windowed(jobs: Iterable[Job], batch_size: int) -> Iterator[list[Job]]:
+    """Yields the batches of one window after the other; reads on when the next batch is asked for."""
+    window = Window(batch_size)
+    for job in jobs:
+        window.add(job)
+        if window.is_full:
+            yield from window.batches(batch_size)
+    yield from window.batches(batch_size)

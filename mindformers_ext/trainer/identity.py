@@ -17,7 +17,7 @@ from mindformers_ext.predict.identity import digest, input_identity, package_ver
 # Keys of `predict` that change how a run goes on, but no row.
 RUN_KEYS = frozenset(
     {
-        *("progress", "metrics_file", "resume", "on_error", "max_errors", "start_timeout", "step_timeout"),
+        *("progress", "metrics_file", "resume", "on_error", "max_errors", "refill", "start_timeout", "step_timeout"),
         *("share_prefix", "share_prompts"),
         *("metrics", "reference_field", "metrics_in_rows"),  # in rows they are a part of `request_identity`
     }

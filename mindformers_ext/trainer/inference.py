@@ -18,8 +18,9 @@ from mindformers_ext.generate import (
     sharing_obstacle,
 )
 from mindformers_ext.generate.configuration import DEFAULT_MAX_NEW_TOKENS
+from mindformers_ext.generate.refill import RefilledBatch
 from mindformers_ext.models import TransformerConfig
-from mindformers_ext.parallel.groups import ParallelContext
+from mindformers_ext.parallel.groups import ParallelContext, single
 from mindformers_ext.predict import Completion, Decode, Record, RunResult, Tokenizer, run_generation
 from mindformers_ext.predict.metrics import Latencies
 from mindformers_ext.predict.run import run_records
@@ -27,6 +28,7 @@ from mindformers_ext.predict.scoring import ScoringTask
 from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.model import checkpoint_model_files, resolve_model_config
+from mindformers_ext.trainer.refilling import Refilling, as_completion
 from mindformers_ext.trainer.replicas import COMPLETIONS, Exchange, shared_decode
 from mindformers_ext.trainer.scoring import LIKELIHOODS, scoring_decode
 
@@ -137,32 +139,17 @@ def generate_batch(
         prefixes: shares the common beginning of the prompts; None computes each of them as a whole.
     """
 
-    def decode(prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
-        assert tokenizer is not None
-        return tokenizer.decode_new(prompt_ids, new_ids, skip_special_tokens=False)
-
     rows = generate_rows(
         model,
         prompts,
         config,
         stats,
         record_ids=record_ids,
-        decode=None if tokenizer is None else decode,
+        decode=None if tokenizer is None else partial(tokenizer.decode_new, skip_special_tokens=False),
         before_forward=before_forward,
         prefixes=prefixes,
     )
-    return [
-        Completion(
-            token_ids=row.token_ids,
-            finish_reason=row.finish_reason,
-            stop_string=row.stop_string,
-            stop_position=row.stop_position,
-            score=row.score,
-            logprobs=row.logprobs,
-            top_logprobs=row.top_logprobs,
-        )
-        for row in rows
-    ]
+    return [as_completion(row) for row in rows]
 
 
 def generate_from_records(
@@ -176,6 +163,7 @@ def generate_from_records(
     batch_size: int = 1,
     latencies: Latencies | None = None,
     step_check: Callable[[], Callable[[], None]] | None = None,
+    refill: bool = False,
     prefixes: PrefixCache | None = None,
     **options: Any,
 ) -> RunResult:
@@ -192,6 +180,7 @@ def generate_from_records(
         batch_size: prompts in one batch of a replica.
         latencies: is added to.
         step_check: gives for each batch what is called before each of its forwards.
+        refill: whether a record that is done is replaced by the next one at once; `refill_obstacle` must give None.
         prefixes: see `generate_batch`.
         **options: further arguments of `mindformers_ext.predict.run_generation`.
     """
@@ -200,6 +189,15 @@ def generate_from_records(
         check = None if step_check is None else step_check()
         return generate_batch(model, prompts, config, stats, indices, tokenizer, check, prefixes)
 
+    def watching(indices: Sequence[int]) -> AbstractContextManager[None]:
+        return nullcontext() if watch is None else watch(indices)
+
+    refilling = None
+    if refill:
+        text_of = partial(tokenizer.decode_new, skip_special_tokens=False)
+        batch = RefilledBatch(model, config, batch_size, stats, text_of, step_check, prefixes)
+        refilling = Refilling(batch, single() if context is None else context, batch_size, watching, latencies)
+
     return run_generation(
         records,
         tokenizer,
@@ -207,6 +205,7 @@ def generate_from_records(
         batch_size=batch_size * num_replicas(context),
         max_new_tokens=config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
         num_sequences=config.num_return_sequences,
+        refill=refilling,
         **options,
     )
 

@@ -58,7 +58,7 @@ def shared_decode(
                 idle()
         except Exception as raised:
             error = raised
-        _raise_together(gather_errors(context, error), error, context.rank, indices)
+        raise_together(gather_errors(context, error), error, context.rank, indices)
         if group.size == 1:
             return found
         gathered = group.all_gather_object([exchange.pack(one) for one in found])
@@ -67,7 +67,7 @@ def shared_decode(
     return answer
 
 
-def _raise_together(errors: Sequence[RankError], error: Exception | None, rank: int, indices: Sequence[int]) -> None:
+def raise_together(errors: Sequence[RankError], error: Exception | None, rank: int, indices: Sequence[int]) -> None:
     """Raises what makes all ranks do the same, if one failed: stop, try the batch again in halves, or end."""
     for one in errors:
         if JobStoppedError.__name__ in one.kinds:

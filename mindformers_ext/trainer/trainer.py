@@ -46,6 +46,7 @@ from mindformers_ext.trainer.model import (
     tokenizer_folder,
     training_tokenizer,
 )
+from mindformers_ext.trainer.refilling import refills
 from mindformers_ext.trainer.report import RunMeter, report_metrics, report_run
 from mindformers_ext.trainer.request import (
     PredictionRequest,
@@ -347,6 +348,7 @@ class Trainer:
             max_length=getattr(self._model_config, "seq_length", None),
             vocab_size=request.vocab_size,
             skip_special_tokens=predict.skip_special_tokens,
+            refill=refills(predict, self.model, decoding, options.batch_size),
         )
 
     def _scorer(self, request: PredictionRequest) -> Callable[..., RunResult]:

@@ -36,11 +36,12 @@ def test_a_fault_of_one_rank_costs_one_record_or_is_told_by_all_ranks(tmp_path):
     done = launch(tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     for line in (
-        "tp2: one record failed on rank 1, forward 1, forward",
-        "tp2: one record failed on rank 0, forward 3, forward",
-        "tp2: one record failed on rank 1, forward 2, oom",
-        "pp2: one record failed on rank 1, forward 2, forward",
-        "fsdp2: one record failed on rank None, forward 2, forward",
+        "tp2, in batches: one record failed on rank 1, forward 1, forward",
+        "tp2, refilled: one record failed on rank 0, forward 3, forward",
+        "tp2, refilled: one record failed on rank 1, forward 2, oom",
+        "pp2, refilled: one record failed on rank 1, forward 2, forward",
+        "fsdp2, in batches: one record failed on rank None, forward 2, forward",
+        "fsdp2, refilled: one record failed on rank None, forward 2, forward",
         "batch_size was refused",
         "the missing input was noticed",
         "unreadable weights were noticed",

@@ -41,6 +41,8 @@ def folders(tmp_path_factory):
         ("one-on-replicas", 1),
         ("none-on-replicas", 0),
         ("lengths-on-shards", 9),
+        ("lengths-on-shared-sequences", 9),
+        ("lengths-on-heads-and-stages", 9),
         ("tied-on-stages", 5),
         ("seeded-on-stages", 5),
     ],
@@ -53,8 +55,9 @@ def test_the_file_is_that_of_one_process_with_each_record_once(folders, name, ro
     assert not (many / f"{name}.jsonl.journal").exists()
 
 
-def test_the_answers_of_shards_really_end_at_different_steps(folders):
-    rows = [json.loads(line) for line in (folders[0] / "lengths-on-shards.jsonl").read_text().splitlines()]
+@pytest.mark.parametrize("where", ["shards", "shared-sequences", "heads-and-stages"])
+def test_the_answers_really_end_at_different_steps(folders, where):
+    rows = [json.loads(line) for line in (folders[0] / f"lengths-on-{where}.jsonl").read_text().splitlines()]
     assert len({row["num_new_tokens"] for row in rows}) >= 3
 
 

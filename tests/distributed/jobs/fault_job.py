@@ -12,6 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
+from mindformers_ext.generate.refill import RefilledBatch
 from mindformers_ext.models import block
 from mindformers_ext.runtime import rank
 from mindformers_ext.trainer import Trainer, inference
@@ -38,8 +39,8 @@ class Fault:
         self.records, self.seen = [], 0
 
     def __enter__(self):
-        self.originals = inference.generate_batch, block.TransformerLayer._attend
-        generate_batch, attend = self.originals
+        self.originals = inference.generate_batch, block.TransformerLayer._attend, RefilledBatch.advance
+        generate_batch, attend, advance = self.originals
 
         def watched_batch(model, prompts, config, stats, records, *others):
             self.records, self.seen = records, 0
@@ -52,11 +53,16 @@ class Fault:
                     self.act()
             return attend(layer, normed, context, state)
 
+        def watched_stretch(batch, prompts, records, *others):
+            self.records, self.seen = {*batch._records, *records}, 0
+            return advance(batch, prompts, records, *others)
+
         inference.generate_batch, block.TransformerLayer._attend = watched_batch, failing_attend
+        RefilledBatch.advance = watched_stretch
         return self
 
     def __exit__(self, *error):
-        inference.generate_batch, block.TransformerLayer._attend = self.originals
+        inference.generate_batch, block.TransformerLayer._attend, RefilledBatch.advance = self.originals
 
     def watch(self, model):
         """The layer that fails is the last but one of this rank."""
@@ -86,10 +92,10 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def check_record(layout, failing_rank, forward, error, kind):
+def check_record(layout, failing_rank, forward, error, kind, refill):
     """One record fails on one rank in the middle of a forward: it alone becomes an error, the others are answered."""
     output, expected = FOLDER / "result.jsonl", FOLDER / "expected.jsonl"
-    trainer = build(layout)
+    trainer = build(layout, refill=refill)
     with Fault(failing_rank, forward, raising(error)) as fault:
         fault.watch(trainer.model)
         trainer.inference(PROMPTS, output=output, resume=False)
@@ -100,19 +106,21 @@ def check_record(layout, failing_rank, forward, error, kind):
         assert found[BAD]["error_type"] == kind, found[BAD]
         assert found[BAD]["error"] == f"{type(error).__name__}: injected", found[BAD]
         assert found[:BAD] + found[BAD + 1 :] == wanted[:BAD] + wanted[BAD + 1 :]
-    print(f"{layout}: one record failed on rank {failing_rank}, forward {forward}, {kind}", flush=True)
+    how = "refilled" if refill else "in batches"
+    print(f"{layout}, {how}: one record failed on rank {failing_rank}, forward {forward}, {kind}", flush=True)
 
 
 def check_records():
     fault, memory = RuntimeError("injected"), MemoryError("injected")
-    for layout, failing_rank, forward, error, kind in (
-        ("tp2", 1, 1, fault, "forward"),
-        ("tp2", 0, 3, fault, "forward"),
-        ("tp2", 1, 2, memory, "oom"),
-        ("pp2", 1, 2, fault, "forward"),
-        ("fsdp2", HOLDER, 2, fault, "forward"),
+    for layout, failing_rank, forward, error, kind, refill in (
+        ("tp2", 1, 1, fault, "forward", False),
+        ("tp2", 0, 3, fault, "forward", True),
+        ("tp2", 1, 2, memory, "oom", True),
+        ("pp2", 1, 2, fault, "forward", True),
+        ("fsdp2", HOLDER, 2, fault, "forward", False),
+        ("fsdp2", HOLDER, 2, fault, "forward", True),
     ):
-        check_record(layout, failing_rank, forward, error, kind)
+        check_record(layout, failing_rank, forward, error, kind, refill)
 
 
 def check_settings():
@@ -166,7 +174,7 @@ def check_unreadable():
 
 def end_in(act, **predict):
     """Runs into a fault that ends the job, with an older output in place."""
-    trainer = build("tp2", **predict)
+    trainer = build("tp2", refill=False, **predict)
     with Fault(1, 3, act) as fault:
         fault.watch(trainer.model)
         trainer.inference(PROMPTS, output=FOLDER / "result.jsonl")

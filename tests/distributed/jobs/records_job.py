@@ -30,6 +30,20 @@ RUNS = {
         2,
         {"eos_token_id": list(range(0, 320, 4)), **SEEDED},
     ),
+    "lengths-on-shared-sequences": (
+        "qwen3_5",
+        {"data_parallel_shard": 1, "context_parallel": 2},
+        9,
+        2,
+        {"eos_token_id": list(range(0, 320, 8)), **SEEDED},
+    ),
+    "lengths-on-heads-and-stages": (
+        "deepseek_v3",
+        {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2},
+        9,
+        3,
+        {"eos_token_id": list(range(0, 320, 8)), "stop_strings": ["a"]},
+    ),
     "tied-on-stages": ("qwen3", {"data_parallel_shard": 1, "pipeline_parallel": 2}, 5, 2, SEEDED),
     "seeded-on-stages": ("qwen3", {"pipeline_parallel": 4}, 5, 2, SEEDED),
 }
@@ -52,7 +66,8 @@ def run(folder, name, parallelism=None):
                 "output": str(folder / f"{name}.jsonl"),
             },
             "generation": generation,
-            "predict": {"progress": False},
+            # Everywhere as one process answers in batches.
+            "predict": {"progress": False, "refill": world_size() > 1},
         }
     )
     trainer.inference()

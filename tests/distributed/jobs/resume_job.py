@@ -29,7 +29,7 @@ def run(layout, batch_size=4, **generation):
         "parallelism": layout,
         "inference": {"input_data": INPUT, "max_new_tokens": 6, "batch_size": batch_size, "output": OUTPUT},
         "generation": {"do_sample": True, "seed": 11, "top_k": 20} | generation,
-        "predict": {"progress": False},
+        "predict": {"progress": False, "refill": False},  # what follows is done to batches
     }
     trainer = Trainer(config)
     try:

@@ -43,6 +43,7 @@ def tree(**sections):
         ("run_mode: ", "run_mode: expected one of 'train', 'predict', got nothing (null)"),
         ("predict: {task: rank}", "predict.task: expected one of 'generate', 'score', got the text 'rank'"),
         ("predict: {dataset_field: ' '}", "predict.dataset_field: expected text that is not empty"),
+        ("predict: {refill: 8}", "predict.refill: expected true or false, got the number 8"),
         ("predict: {progress: 1}", "predict.progress: expected true or false, got the number 1"),
         (
             "predict: {progress: 'true'}",

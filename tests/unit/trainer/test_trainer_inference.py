@@ -136,8 +136,9 @@ def test_bad_records_become_error_rows_and_the_others_are_answered():
     assert trainer.last_summary.num_errors == 5
 
 
-def test_a_forward_that_fails_costs_its_record_only(monkeypatch):
-    trainer = Trainer(config(inference={"batch_size": 5}))
+@pytest.mark.parametrize("refill", [True, False])
+def test_a_forward_that_fails_costs_its_record_only(monkeypatch, refill):
+    trainer = Trainer(config(inference={"batch_size": 2 if refill else 5}, predict={"refill": refill}))
     guilty = tuple(CASES[2]["input_ids"])
     import mindformers_ext.trainer.inference as inference
 
@@ -148,11 +149,22 @@ def test_a_forward_that_fails_costs_its_record_only(monkeypatch):
             raise RuntimeError("kernel failed")
         return original(model, prompts, *rest, **options)
 
+    advance = inference.RefilledBatch.advance
+    stretches = []
+
+    def failing_stretch(self, prompts, *rest, **options):
+        stretches.append(len(prompts))
+        if guilty in map(tuple, prompts):
+            raise RuntimeError("kernel failed")
+        return advance(self, prompts, *rest, **options)
+
     monkeypatch.setattr(inference, "generate_rows", failing)
+    monkeypatch.setattr(inference.RefilledBatch, "advance", failing_stretch)
     results = dict(trainer.inference([case["prompt"] for case in CASES]))
     assert sorted(results) == [0, 1, 3, 4]
     assert all(results[i] == CASES[i]["input_ids"] + CASES[i]["greedy"][:6] for i in results)
     assert (rows()[2]["error_type"], rows()[2]["error"]) == ("forward", "RuntimeError: kernel failed")
+    assert bool(stretches) == refill
 
 
 def test_eos_ids_come_from_generation_config_and_tokenizer_together(tmp_path):

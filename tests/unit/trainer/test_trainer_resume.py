@@ -10,6 +10,7 @@ import types
 
 import pytest
 
+from mindformers_ext.generate.forward import BatchForward
 from mindformers_ext.predict import JobStoppedError, templates
 from mindformers_ext.trainer import Trainer, inference
 
@@ -28,7 +29,7 @@ def config(load_path=CHECKPOINT, predict=None, **generation):
         "checkpoint": {"load_path": str(load_path)},
         "inference": {"input_data": PROMPTS, "max_new_tokens": 4, "batch_size": 1, "output": "o.jsonl"},
         "generation": {"eos_token_id": None} | generation,
-        "predict": {"progress": False} | (predict or {}),
+        "predict": {"progress": False, "refill": False} | (predict or {}),
     }
 
 
@@ -178,3 +179,41 @@ def test_an_interrupt_of_a_run_without_output_is_an_interrupt(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         trainer.inference(output="")
     assert os.listdir() == []
+
+
+def test_a_refilled_run_that_is_stopped_goes_on_as_batches_and_the_other_way_round(monkeypatch):
+    steps = []
+    step = BatchForward.step
+
+    def counting(self, tokens):
+        steps.append(len(tokens))
+        if len(steps) == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, tokens)
+
+    def settings(refill, output="o.jsonl"):
+        made = config(predict={"refill": refill}, do_sample=True, seed=4, eos_token_id=list(range(0, 320, 6)))
+        made["inference"] |= {"batch_size": 3, "max_new_tokens": 12, "output": output}
+        return made
+
+    Trainer(settings(False, "expected.jsonl")).inference()
+    expected = pathlib.Path("expected.jsonl").read_bytes()
+    monkeypatch.setattr(BatchForward, "step", counting)
+    for refill in (True, False):
+        steps.clear()
+        with pytest.raises(JobStoppedError, match="SIGTERM"):
+            Trainer(settings(refill)).inference()
+        assert 0 < len(journal()) < len(PROMPTS)
+        Trainer(settings(not refill)).inference()
+        assert pathlib.Path("o.jsonl").read_bytes() == expected
+        os.remove("o.jsonl")
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_refill_without_effect_is_told_to_those_who_asked_for_it(log, asked):
+    settings = config(predict={"refill": True}, num_beams=2)
+    if not asked:
+        del settings["predict"]["refill"]
+    settings["inference"] |= {"input_data": PROMPTS[:1], "max_new_tokens": 2}
+    Trainer(settings).inference(output="")
+    assert ("predict.refill has no effect, batches are answered one after the other: the beams" in log.text) == asked
