@@ -258,7 +258,10 @@ def test_the_stored_comparison_agrees_and_is_the_one_of_the_page():
         for name, value in theirs.items():
             assert ours[name] == pytest.approx(value, abs=1e-3, rel=1e-3)
             assert f"| {value:.7g} | {ours[name]:.7g} |" in PAGE, name
-        assert max(found["largest_distance"].values()) <= 1e-3 and all(found["texts_and_flags_equal"].values())
+        assert max(found["largest_distance"].values()) <= 1e-3
+        # transformers knows of no EOS of the quickstart's model, and does not end its answers there.
+        has_eos = "eos_token_id" in json.loads((ROOT / found["checkpoint"] / "config.json").read_text())
+        assert found["texts_and_flags_equal"] == {"choices": True, "prompts": has_eos, "texts": True}
         assert found["requests"] == {"choices": 96, "prompts": 12, "texts": 6}
     for name, version in COMPARED["versions"].items():
         assert f"{name} {version.split('+')[0]}" in PAGE
