@@ -170,6 +170,18 @@ def test_the_batch_size_of_the_command_wins_unless_it_is_the_default(monkeypatch
     assert open_model(str(path), given).batch_size == size
 
 
+def test_the_default_device_of_lm_eval_is_passed_over(monkeypatch, tmp_path, trainer, caplog):
+    path = tmp_path / "predict.yaml"
+    path.write_text(yaml.safe_dump(PREDICT))
+    monkeypatch.setattr("mindformers_ext.trainer.Trainer", lambda config: trainer)
+    logging.getLogger("mindformers_ext").addHandler(caplog.handler)
+    try:
+        open_model(str(path), 1, device="cuda:0")
+    finally:
+        logging.getLogger("mindformers_ext").removeHandler(caplog.handler)
+    assert "no effect" not in caplog.text
+
+
 class StubLM:
     """Stands for lm_eval.api.model.LM."""
 
