@@ -1,4 +1,6 @@
-"""The model ``mindformers_ext`` of lm-evaluation-harness: ``python -m mindformers_ext.lm_eval_adapter``.
+"""The model ``mindformers_ext`` of lm-evaluation-harness.
+
+    python -m mindformers_ext.lm_eval_adapter --model mindformers_ext --model_args config=predict.yaml --tasks NAME
 
 It takes the arguments of the command ``lm_eval``, which finds no models of other packages by itself (0.4.13).
 """
@@ -295,6 +297,8 @@ def main() -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "lm_eval":
             raise
+        if {"-h", "--help"} & set(sys.argv):
+            print(__doc__)
         print("error: lm-eval is not installed: pip install 'mindformers_ext[lm_eval]'", file=sys.stderr)
         return 1
     # Each process of a job has all requests and gives all answers; lm-eval lets only LOCAL_RANK 0 report them.
