@@ -12,6 +12,7 @@ from stubs import Hashed, Sum
 from mindformers_ext.checkpoint import load_weights
 from mindformers_ext.generate import GenerationConfig, GenerationStats, generate_rows
 from mindformers_ext.generate.forward import BatchForward
+from mindformers_ext.generate.prefix import PrefixCache
 from mindformers_ext.generate.refill import RefilledBatch, refill_obstacle
 from mindformers_ext.models import transformer_config
 from mindformers_ext.models.gpt_model import GPTModel
@@ -39,9 +40,9 @@ def letters(prompt_ids, new_ids):
     return "".join(chr(97 + token % 26) for token in new_ids)
 
 
-def refilled(model, prompts, config, size, num_steps=None, stats=None):
+def refilled(model, prompts, config, size, num_steps=None, stats=None, prefixes=None):
     """The answers of all prompts in their order, as `generate_rows` gives them."""
-    batch = RefilledBatch(model, config, size, stats or GenerationStats(), letters)
+    batch = RefilledBatch(model, config, size, stats or GenerationStats(), letters, prefixes=prefixes)
     found, begun = {}, 0
     while len(found) < len(prompts):
         new = range(begun, min(begun + batch.room, len(prompts)))
@@ -112,6 +113,18 @@ def test_long_prompts_come_in_and_pads_are_taken_away(family, monkeypatch):
     found = refilled(model, prompts, config, 3)
     assert [row.token_ids for row in found] == [row.token_ids for row in expected]
     assert min(shifts) < 0 < max(shifts)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v4"])
+def test_records_that_come_later_share_the_beginning_of_those_before(family):
+    model, stats = load(family), GenerationStats()
+    header = prompts_of(1, model.config.vocab_size, longest=40)[0] * 2
+    prompts = [[*header, 5, index + 3] for index in range(5)]
+    config = GenerationConfig(max_new_tokens=6, eos_token_id=list(range(0, model.config.vocab_size, 9)))
+    expected = in_batches(model, prompts, config, 1)
+    found = refilled(model, prompts, config, 2, stats=stats, prefixes=PrefixCache(model, stats, least=4))
+    assert [row.token_ids for row in found] == [row.token_ids for row in expected]
+    assert stats.shared_tokens >= 4 * len(header)
 
 
 def test_a_number_of_steps_ends_a_stretch_whatever_is_done():
