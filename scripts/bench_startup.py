@@ -84,7 +84,7 @@ def _yaml(folder: pathlib.Path, weight_dtype: str) -> str:
     return (
         f"run_mode: predict\ncheckpoint: {{load_path: {folder / 'model'}, weight_dtype: {weight_dtype}}}\n"
         f"inference: {{input_data: {folder / 'prompts.jsonl'}, max_new_tokens: 1, batch_size: 1, "
-        f"output: {folder / 'out.jsonl'}}}\npredict: {{progress: none, resume: false}}\n"
+        f"output: {folder / 'out.jsonl'}}}\npredict: {{progress: false, resume: false}}\n"
     )
 
 
