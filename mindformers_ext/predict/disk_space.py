@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 from mindformers_ext.predict.output_files import journal_path
 from mindformers_ext.predict.sources import input_files
+
+logger = logging.getLogger(__name__)
 
 # A row repeats its record, and has the prompt as ids: about one for 4 bytes of text, with up to 8 characters each.
 _BYTES_OF_INPUT = 3
@@ -43,3 +46,12 @@ def space_warning(
         f"{path.parent} has {free / _GIB:.1f} GiB free; the journal and the output of {num_records} records may need "
         f"{needed / _GIB:.1f} GiB. On a full disk the run stops, and the same call goes on where it ended"
     )
+
+
+def warn_of_space(
+    output: str | os.PathLike[str], input_data: Any, num_records: int | None, num_new_tokens: int
+) -> None:
+    """Logs what `space_warning` has to tell."""
+    warning = space_warning(output, input_data, num_records, num_new_tokens)
+    if warning is not None:
+        logger.warning(warning)

@@ -58,7 +58,7 @@ def answer_ids(
     def decode_here(prompts: list[Any], indices: list[int]) -> list[Completion]:
         return generate_batch(trainer.model, prompts, decoding, stats, indices, tokenizer)
 
-    decode = decode_together(decode_here, trainer.model, trainer._context, trainer._watched(stats))
+    decode = decode_together(decode_here, trainer.model, trainer._context, trainer._watch.answering(stats))
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     size = options.batch_size * num_replicas(trainer._context)
     found: dict[int, Completion] = {}

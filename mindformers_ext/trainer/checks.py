@@ -50,6 +50,24 @@ def check_saving(config: TrainConfig, model: TransformerConfig | None) -> None:
     check_save_path(save_folder(config), section.prefix)
 
 
+def check_pipeline_options(config: TrainConfig) -> None:
+    """Refuses pipeline options that have no meaning without a backward pass.
+
+    Raises:
+        NotImplementedError: names the option.
+    """
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel == 1:
+        return
+    for name, active in (
+        ("parallelism.pipeline_parallel_interleave_num", parallelism.pipeline_parallel_interleave_num > 1),
+        ("parallelism.pipeline_parallel_overlap_b_f", parallelism.pipeline_parallel_overlap_b_f),
+        ("swap.enable", config.swap.enable),
+    ):
+        if active:
+            raise NotImplementedError(f"{name} is not supported in prediction with pipeline parallelism")
+
+
 def check_block_length(config: TrainConfig, model: TransformerConfig) -> None:
     """Refuses blocks that are longer than what the model takes.
 

@@ -9,8 +9,8 @@ from itertools import groupby
 from typing import Any
 
 from mindformers_ext.generate import GenerationStats, Likelihood, Pair, score_groups
-from mindformers_ext.predict import Decode
-from mindformers_ext.predict.pairs import rolling_windows
+from mindformers_ext.predict import Decode, Tokenizer
+from mindformers_ext.predict.pairs import prefix_token, rolling_windows
 from mindformers_ext.trainer.replicas import Exchange
 
 
@@ -71,6 +71,24 @@ def score_pairs(decode: Decode, pairs: Sequence[Pair], batch_size: int) -> list[
         for group, likelihoods in zip(batch, scored, strict=True):
             found |= zip(group, likelihoods, strict=True)
     return [found[number] for number in range(len(pairs))]
+
+
+def rolling_bounds(
+    tokenizer: Tokenizer | None, model_config: Any, prefix: int | None, max_length: int | None
+) -> tuple[int, int]:
+    """Returns the id before a text's first token and the length of a window, given or those of tokenizer and model.
+
+    Raises:
+        ValueError: one of them cannot be had.
+    """
+    if prefix is None:
+        if tokenizer is None:
+            raise ValueError("score_rolling() needs a prefix, as this Trainer has no tokenizer")
+        prefix = prefix_token(tokenizer)
+    max_length = getattr(model_config, "seq_length", None) if max_length is None else max_length
+    if max_length is None:
+        raise ValueError("score_rolling() needs max_length: the model's config does not give its length")
+    return prefix, max_length
 
 
 def score_rolling(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,17 +17,15 @@ from mindformers_ext.models import TransformerConfig
 from mindformers_ext.parallel import ParallelDims, parallelize_model
 from mindformers_ext.parallel.agreement import failing_together
 from mindformers_ext.predict import Decode, JobStoppedError, RunResult, RunSummary, Tokenizer
-from mindformers_ext.predict.disk_space import space_warning
+from mindformers_ext.predict.disk_space import warn_of_space
 from mindformers_ext.predict.metrics import Latencies
-from mindformers_ext.predict.pairs import prefix_token
 from mindformers_ext.predict.progress import estimate_total
 from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, world_size
 from mindformers_ext.trainer.batch_job import BatchJob, Outputs, open_batch_job
 from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import build_causal_lm
-from mindformers_ext.trainer.checks import save_folder
+from mindformers_ext.trainer.checks import check_pipeline_options, save_folder
 from mindformers_ext.trainer.inference import (
-    Watch,
     build_inference_tokenizer,
     check_lookup,
     configure_inference,
@@ -59,12 +56,12 @@ from mindformers_ext.trainer.request import (
     with_facts,
 )
 from mindformers_ext.trainer.saving import write_checkpoint, write_description
-from mindformers_ext.trainer.scoring import LIKELIHOODS, score_pairs, score_rolling, scoring_decode
+from mindformers_ext.trainer.scoring import LIKELIHOODS, rolling_bounds, score_pairs, score_rolling, scoring_decode
 from mindformers_ext.trainer.setup import TrainingRun, build_training_run, described_by
 from mindformers_ext.trainer.start import joined_job, loaded_config
 from mindformers_ext.trainer.train_state import TrainerState
 from mindformers_ext.trainer.training import LossFunction, train_loop
-from mindformers_ext.trainer.watchdog import Watchdog
+from mindformers_ext.trainer.watching import RunWatch
 
 
 class Trainer:
@@ -127,9 +124,10 @@ class Trainer:
         if model is None:
             model_config = (configure_inference if self.is_inference else resolve_model_config)(self.config)
         setup_runtime(seed=training.seed, deterministic=training.deterministic)
-        self._watchdog = Watchdog(rank(), dims.world_size)
-        with self._watchdog.phase("joining the job and building the model", *self._limit("start_timeout")):
+        self._watch = RunWatch(self.config.predict, self.is_inference, dims.world_size)
+        with self._watch.start("joining the job and building the model"):
             self._context = joined_job(dims, self.config, model_config)
+            self._watch.world = self._context.world
             self.model = self._apply_parallelism(model, model_config)
         self.state = TrainerState(max_steps=training.steps)
         self._run: TrainingRun | None = None
@@ -240,7 +238,7 @@ class Trainer:
             raise ValueError("inference() needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
         self._validate_pp_inference()
         options = inference_options(self.config, input_data, max_new_tokens, output, batch_size)
-        with self._waiting("comparing the settings of all ranks", "start_timeout"):
+        with self._watch.waiting("comparing the settings of all ranks", "start_timeout"):
             request = read_request(
                 self.config,
                 self.tokenizer,
@@ -257,7 +255,7 @@ class Trainer:
             logger.info("decoding: %s", request.decoding.describe())
         elif max_new_tokens is not None:
             logger.warning("no effect with predict.task: %s: max_new_tokens", request.config.predict.task)
-        with self._waiting("opening the output", "start_timeout"):
+        with self._watch.waiting("opening the output", "start_timeout"):
             job = open_batch_job(
                 self._context,
                 options.output,
@@ -282,7 +280,7 @@ class Trainer:
         predict, options = request.config.predict, request.options
 
         def agree(reason: JobStoppedError | None) -> None:
-            with self._waiting("waiting for all ranks after a batch", "step_timeout"):
+            with self._watch.waiting("waiting for all ranks after a batch", "step_timeout"):
                 job.agree(reason)
 
         shown = predict.progress and rank() == 0
@@ -295,7 +293,7 @@ class Trainer:
             stats=stats,
             writer=job.writer,
             context=self._context,
-            watch=self._watched(stats),
+            watch=self._watch.answering(stats),
             batch_size=options.batch_size,
             latencies=latencies,
             total=total,
@@ -335,10 +333,9 @@ class Trainer:
             logger.info("seed of sampling: %d, that of the run before", decoding.seed)
         if predict.suppress_unnamed_tokens:
             decoding = without_unnamed_tokens(decoding, self.tokenizer, request.vocab_size)
+        new_tokens = (decoding.max_new_tokens or 0) * decoding.num_return_sequences
         if job.writer is not None:
-            new_tokens = (decoding.max_new_tokens or 0) * decoding.num_return_sequences
-            if warning := space_warning(options.output, options.input_data, total, new_tokens):
-                logger.warning(warning)
+            warn_of_space(options.output, options.input_data, total, new_tokens)
         return partial(
             generate_from_records,
             self.model,
@@ -354,13 +351,8 @@ class Trainer:
     def _scorer(self, request: PredictionRequest) -> Callable[..., RunResult]:
         """Returns what scores records."""
         assert request.scoring is not None
-        return partial(
-            score_from_records,
-            self.model,
-            request.scoring,
-            share_prompts=request.config.predict.share_prompts,
-            chunk_size=self.config.generation.prefill_chunk_size,
-        )
+        share, chunk_size = request.config.predict.share_prompts, self.config.generation.prefill_chunk_size
+        return partial(score_from_records, self.model, request.scoring, share_prompts=share, chunk_size=chunk_size)
 
     def score(
         self, pairs: Sequence[Pair], batch_size: int | None = None, share_prompts: bool | None = None
@@ -402,13 +394,7 @@ class Trainer:
             ValueError: no prefix or length can be had, or see `score`.
             FloatingPointError: see `score`.
         """
-        if prefix is None:
-            if self.tokenizer is None:
-                raise ValueError("score_rolling() needs a prefix, as this Trainer has no tokenizer")
-            prefix = prefix_token(self.tokenizer)
-        max_length = getattr(self._model_config, "seq_length", None) if max_length is None else max_length
-        if max_length is None:
-            raise ValueError("score_rolling() needs max_length: the model's config does not give its length")
+        prefix, max_length = rolling_bounds(self.tokenizer, self._model_config, prefix, max_length)
         decode = self._scoring_decode(None)
         return score_rolling(decode, texts, prefix, max_length, self._scoring_batch(batch_size))
 
@@ -422,34 +408,11 @@ class Trainer:
         stats = GenerationStats()
         share = self.config.predict.share_prompts if share_prompts is None else share_prompts
         decode = scoring_decode(self.model, stats, share, self.config.generation.prefill_chunk_size)
-        return decode_together(decode, self.model, self._context, self._watched(stats), exchange=LIKELIHOODS)
+        return decode_together(decode, self.model, self._context, self._watch.answering(stats), exchange=LIKELIHOODS)
 
     @property
     def _model_config(self) -> Any:
         return getattr(self.model, "config", None)
-
-    def _limit(self, key: str) -> tuple[float, str]:
-        """A limit of the watchdog, and its name; training is not watched."""
-        return getattr(self.config.predict, key) if self.is_inference else 0.0, f"predict.{key}"
-
-    def _waiting(self, name: str, key: str) -> AbstractContextManager[None]:
-        """Watches a step in which ranks wait for each other, with the limit ``predict.<key>``."""
-        world = self._context.world
-        return self._watchdog.phase(name, *self._limit(key), waiting_for=lambda: world.waiting_for)
-
-    def _watched(self, stats: GenerationStats) -> Watch:
-        """Returns what watches the answering of a batch of these records, the first one with more patience."""
-
-        def watch(records: Sequence[int]) -> AbstractContextManager[None]:
-            world, self._watchdog.records = self._context.world, records
-            return self._watchdog.phase(
-                "answering",
-                *self._limit("step_timeout" if stats.steps else "start_timeout"),
-                progress=lambda: (stats.steps, world.traffic.finished),
-                waiting_for=lambda: world.waiting_for,
-            )
-
-        return watch
 
     def save_checkpoint(self, save_path: str | os.PathLike[str] | None = None, only: bool = False) -> Path:
         """Saves the weights of the moment, and in training the optimizer's state, in the layout of this job.
@@ -523,22 +486,13 @@ class Trainer:
         Raises:
             NotImplementedError: names the option.
         """
-        parallelism = self.config.parallelism
-        if parallelism.pipeline_parallel == 1:
-            return
-        for name, active in (
-            ("parallelism.pipeline_parallel_interleave_num", parallelism.pipeline_parallel_interleave_num > 1),
-            ("parallelism.pipeline_parallel_overlap_b_f", parallelism.pipeline_parallel_overlap_b_f),
-            ("swap.enable", self.config.swap.enable),
-        ):
-            if active:
-                raise NotImplementedError(f"{name} is not supported in prediction with pipeline parallelism")
+        check_pipeline_options(self.config)
 
     def _load_inference_checkpoint(self) -> None:
         """Fills the model from ``checkpoint.load_path``, once."""
         if self._weights_loaded:
             return
-        with self._waiting("loading the checkpoint", "start_timeout"), failing_together(self._context):
+        with self._watch.waiting("loading the checkpoint", "start_timeout"), failing_together(self._context):
             world = self._context.world
             section = self.config.checkpoint
             load_model_weights(self.model, section.load_path, (world.rank, world.size), section.weight_dtype)

@@ -317,11 +317,11 @@ def test_a_layout_that_needs_more_processes_is_refused():
 def test_a_rank_that_waits_for_the_others_after_a_batch_is_watched(monkeypatch, capfd):
     ended = threading.Event()
     trainer = Trainer(config(predict={"step_timeout": 5}))
-    monkeypatch.setattr(trainer._watchdog, "_leave", lambda code: ended.set())
+    monkeypatch.setattr(trainer._watch.watchdog, "_leave", lambda code: ended.set())
     monkeypatch.setattr(watchdog, "_INTERVAL_SECONDS", 0.01)
 
     def agree(job, reason):
-        trainer._watchdog._still = 5.0
+        trainer._watch.watchdog._still = 5.0
         assert ended.wait(60)
 
     monkeypatch.setattr(BatchJob, "agree", agree)
