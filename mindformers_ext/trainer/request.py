@@ -23,7 +23,7 @@ from mindformers_ext.predict.metrics import check_outputs
 from mindformers_ext.predict.scoring import ScoringOptions, ScoringTask
 from mindformers_ext.predict.writers import keeps_ids
 from mindformers_ext.runtime import logger, world_size
-from mindformers_ext.trainer.checks import answer_metrics
+from mindformers_ext.trainer.checks import answer_metrics, without_references
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.fingerprint import input_fingerprint
 from mindformers_ext.trainer.identity import run_identity, unrepeatable
@@ -106,7 +106,8 @@ def read_request(
                 config.generation, options.max_new_tokens, tokenizer, folder, vocab_size, generation
             )
             judges = answer_metrics(config.predict, decoding.config.num_return_sequences)
-            _check_references(judges, config, tokenizer, options.input_data, field)
+            if options.output:  # without one nothing is judged
+                _check_references(judges, config, tokenizer, options.input_data, field)
         else:
             scoring = _scoring_task(config.predict, tokenizer, model_config, vocab_size)
             if generation:
@@ -135,10 +136,7 @@ def _check_references(
             return
         count += 1
     if count:
-        raise ValueError(
-            f"predict.reference_field: none of the {count} records has a reference in the field "
-            f"'{metrics.reference_field}', a text or a number that predict.metrics could compare answers with"
-        )
+        raise without_references(metrics, count)
 
 
 def _scoring_task(section: PredictSection, tokenizer: Tokenizer, model_config: Any, vocab_size: int) -> ScoringTask:
