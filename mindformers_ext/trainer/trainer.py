@@ -180,7 +180,7 @@ class Trainer:
         """
         if self._run is None:
             raise RuntimeError("train() needs run_mode: train; this Trainer was built with run_mode: predict")
-        if until is not None and not 1 <= until <= self.state.max_steps:
+        if until is not None and not (type(until) is int and 1 <= until <= self.state.max_steps):
             raise ValueError(f"until must be a step from 1 to training.steps ({self.state.max_steps}), not {until!r}")
         run = self._run
         return train_loop(
