@@ -215,7 +215,7 @@ def score_from_records(
     task: ScoringTask,
     records: Iterable[Record],
     stats: GenerationStats,
-    share_prefix: bool,
+    share_prefix: bool | Literal["auto"],
     chunk_size: int,
     context: ParallelContext | None = None,
     watch: Watch | None = None,
@@ -231,7 +231,7 @@ def score_from_records(
         task: what is scored.
         records: see there.
         stats: see there.
-        share_prefix: see `score_groups`.
+        share_prefix: see `scoring.shares_contexts`.
         chunk_size: see there.
         context: see `generate_from_records`.
         watch: see there.

@@ -51,7 +51,7 @@ def shares_contexts(wanted: bool | Literal["auto"], model: Any) -> bool:
 def scoring_decode(
     model: Any,
     stats: GenerationStats,
-    share_prefix: bool,
+    share_prefix: bool | Literal["auto"],
     chunk_size: int,
     step_check: Callable[[], Callable[[], None]] | None = None,
 ) -> Decode:
@@ -60,16 +60,15 @@ def scoring_decode(
     Args:
         model: see `score_groups`, as the rest.
         stats: see there.
-        share_prefix: see there.
+        share_prefix: see `shares_contexts`.
         chunk_size: see there.
         step_check: gives for each batch what is called before each of its forwards.
     """
+    share = shares_contexts(share_prefix, model)
 
     def score(groups: list[Sequence[Pair]], indices: list[int]) -> list[list[Likelihood]]:
         check = None if step_check is None else step_check()
-        return score_groups(
-            model, groups, stats, share_prefix=share_prefix, chunk_size=chunk_size, before_forward=check
-        )
+        return score_groups(model, groups, stats, share_prefix=share, chunk_size=chunk_size, before_forward=check)
 
     return score
 

@@ -56,14 +56,7 @@ from mindformers_ext.trainer.request import (
     with_facts,
 )
 from mindformers_ext.trainer.saving import write_checkpoint, write_description
-from mindformers_ext.trainer.scoring import (
-    LIKELIHOODS,
-    rolling_bounds,
-    score_pairs,
-    score_rolling,
-    scoring_decode,
-    shares_contexts,
-)
+from mindformers_ext.trainer.scoring import LIKELIHOODS, rolling_bounds, score_pairs, score_rolling, scoring_decode
 from mindformers_ext.trainer.setup import TrainingRun, build_training_run, described_by
 from mindformers_ext.trainer.start import joined_job, loaded_config
 from mindformers_ext.trainer.train_state import TrainerState
@@ -358,8 +351,7 @@ class Trainer:
     def _scorer(self, request: PredictionRequest) -> Callable[..., RunResult]:
         """Returns what scores records."""
         assert request.scoring is not None
-        share = shares_contexts(request.config.predict.share_prefix, self.model)
-        chunk_size = self.config.generation.prefill_chunk_size
+        share, chunk_size = request.config.predict.share_prefix, self.config.generation.prefill_chunk_size
         return partial(score_from_records, self.model, request.scoring, share_prefix=share, chunk_size=chunk_size)
 
     def score(
@@ -414,7 +406,7 @@ class Trainer:
         self._validate_pp_inference()
         self._load_inference_checkpoint()
         stats = GenerationStats()
-        share = shares_contexts(self.config.predict.share_prefix if share_prefix is None else share_prefix, self.model)
+        share = self.config.predict.share_prefix if share_prefix is None else share_prefix
         decode = scoring_decode(self.model, stats, share, self.config.generation.prefill_chunk_size)
         return decode_together(decode, self.model, self._context, self._watch.answering(stats), exchange=LIKELIHOODS)
 
