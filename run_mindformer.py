@@ -2,9 +2,9 @@
 
     python run_mindformer.py --config predict.yaml --predict_data "first prompt" "second" --inference.max_new_tokens 64
 
-Exit code: 0 done; 3 predicted, but some records ended in an error; 4 a prediction was stopped and can be resumed with
-the same command; 1 refused or failed; 5 ended because another process of the job failed; 6 ended by the watchdog,
-because nothing moved; 130 interrupted.
+Exit code: 0 done; 3 predicted, but some records ended in an error; 4 a prediction, or an evaluation in training, was
+stopped: the same command goes on; 1 refused or failed; 5 ended because another process of the job failed; 6 ended by
+the watchdog, because nothing moved; 130 interrupted.
 A mistake of the user is one line on stderr: an error whose innermost line is a `raise` of this package, which wrote its
 message for the user. What a library or a built-in raises, also when we call it directly, keeps its traceback.
 """
@@ -259,7 +259,11 @@ def run(flags: argparse.Namespace, tokens: Sequence[str]) -> int:
 
     trainer = Trainer(config)
     if not trainer.is_inference:
-        trainer.train()
+        try:
+            trainer.train()
+        except JobStoppedError as reason:  # during an evaluation
+            print(f"stopped: {reason}; training goes on from its last checkpoint", file=sys.stderr)
+            return EXIT_STOPPED
         return EXIT_OK
     if flags.save_checkpoint is not None:
         trainer.save_checkpoint(flags.save_checkpoint)

@@ -205,8 +205,9 @@ def open_model(config: str, batch_size: Any = None, **arguments: Any) -> Harness
         **arguments: values of keys of the YAML, by dotted names.
 
     Raises:
-        ValueError: an argument that is no key, or a mistake in the YAML.
+        ValueError: an argument that is no key, a batch size out of range, or a mistake in the YAML.
     """
+    size = _batch_size(batch_size)
     for name, default in (("max_batch_size", None), ("device", _DEFAULT_DEVICE)):
         if arguments.pop(name, None) not in (None, default):
             logger.warning("no effect on this model: %s", name)
@@ -220,10 +221,19 @@ def open_model(config: str, batch_size: Any = None, **arguments: Any) -> Harness
     if loaded.predict.prompt_template is not None or loaded.predict.chat_template != "none":
         logger.warning("no effect under lm-eval, whose tasks make the prompts: predict.prompt_template, chat_template")
         loaded = load_config(config, {**arguments, "predict.prompt_template": None, "predict.chat_template": "none"})
-    size = None if batch_size is None or str(batch_size).startswith("auto") or int(batch_size) == 1 else int(batch_size)
     from mindformers_ext.trainer import Trainer  # imports MindSpore
 
     return HarnessModel(Trainer(loaded), size)
+
+
+def _batch_size(given: Any) -> int | None:
+    """Returns the number of sequences that lm-eval's user asks for, None for that of the YAML."""
+    text = str(given)
+    if given is None or text.startswith("auto"):
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--batch_size must be a positive integer or auto, not {text}")
+    return None if int(text) == 1 else int(text)
 
 
 def register() -> type:

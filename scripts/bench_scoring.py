@@ -16,14 +16,14 @@ from typing import Any
 from bench_generate import SHAPE, machine, prompts_of  # type: ignore[import-not-found]
 
 
-def seconds(model: Any, groups: list[Any], runs: int, share_prompts: bool) -> float:
+def seconds(model: Any, groups: list[Any], runs: int, share_prefix: bool) -> float:
     """Returns the seconds that the scoring of a batch takes, the median of some runs after one that does not count."""
     from mindformers_ext.generate import score_groups
 
     times = []
     for _ in range(runs + 1):
         start = time.perf_counter()
-        score_groups(model, groups, share_prompts=share_prompts)
+        score_groups(model, groups, share_prefix=share_prefix)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 

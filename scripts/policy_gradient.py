@@ -197,6 +197,13 @@ def main() -> None:
     options = parser.parse_args()
 
     trained, others = (asked(part) for part in split_sums(sums(), TRAINED_SUMS))
+    limits = {"steps": (1, None), "prompts": (1, len(trained)), "samples": (2, None), "interval": (1, None)}
+    for name, (least, most) in {**limits, "questions": (1, len(others))}.items():
+        value = getattr(options, name)
+        if value < least or (most is not None and value > most):
+            parser.error(
+                f"--{name} must be at least {least}{'' if most is None else f' and at most {most}'}, not {value}"
+            )
     held_out = random.Random(options.seed).sample(others, options.questions)
     trainer = quickstart_trainer(options.seed)
     before = exact_match(trainer, held_out)

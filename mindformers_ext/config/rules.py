@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mindformers_ext.config.build import build_section, unknown_key
 from mindformers_ext.config.errors import KeyPath, Source, joined
-from mindformers_ext.config.evaluation import best_metric_mistake, build_evaluation, build_metrics
+from mindformers_ext.config.evaluation import (
+    EvaluationSection,
+    best_metric_mistake,
+    build_evaluation,
+    build_metrics,
+)
 from mindformers_ext.config.generation import conflicts, without_effect
 from mindformers_ext.config.schema import PredictSection, TrainConfig
 from mindformers_ext.config.section import OpenSection, Section
@@ -46,17 +52,9 @@ TRAINING_ONLY = (
     *("checkpoint.no_save_optim", "checkpoint.no_load_optim"),
 )
 # What only one of the tasks reads.
-SCORE_KEYS = (
-    "target_field",
-    "answer_field",
-    "target_delimiter",
-    "truncation",
-    "rolling",
-    "token_logprobs",
-    "share_prompts",
-)
+SCORE_KEYS = ("target_field", "answer_field", "target_delimiter", "truncation", "rolling", "token_logprobs")
 GENERATE_KEYS = (
-    *("skip_special_tokens", "suppress_unnamed_tokens", "share_prefix", "refill"),
+    *("skip_special_tokens", "suppress_unnamed_tokens", "refill"),
     *("metrics", "reference_field", "metrics_in_rows"),
 )
 # The one option of decoding that scoring has: how much of a prompt is in one forward.
@@ -179,8 +177,21 @@ def _check_evaluation(config: TrainConfig, index: int, source: Source) -> None:
         if mistake is not None:
             raise source.error((*path, "metric_for_best_model"), mistake)
     for other in config.callbacks[:index]:
-        if other.type == "EvaluationCallback" and other.extra.get("output_dir") == section.output_dir:
-            raise source.error((*path, "output_dir"), "is that of another EvaluationCallback; give each its own")
+        if other.type != "EvaluationCallback":
+            continue
+        taken = _evaluation_folders(config, build_evaluation(other.extra, path, source))
+        for key, folder in _evaluation_folders(config, section).items():
+            if folder in taken.values():
+                raise source.error((*path, key), "is that of another EvaluationCallback; give each its own")
+
+
+def _evaluation_folders(config: TrainConfig, section: EvaluationSection) -> dict[str, str]:
+    """The folders that an evaluation writes to, by the key that gives them."""
+    output = section.output_dir or f"{os.path.normpath(config.checkpoint.save_path)}_evaluation"
+    found = {"output_dir": os.path.realpath(output)}
+    if section.metric_for_best_model is not None:
+        found["best_dir"] = os.path.realpath(section.best_dir or os.path.join(output, "best"))
+    return found
 
 
 def merged_predict(
@@ -274,12 +285,17 @@ def _warnings(config: TrainConfig) -> Iterator[str]:
     if config.run_mode == "predict":
         if idle := _of_another_task(config):
             yield f"no effect with predict.task: {config.predict.task}: {', '.join(idle)}"
+        for key, names in _idle_without(config.predict, config.predict.given):
+            yield f"no effect without predict.{key}: {', '.join(f'predict.{name}' for name in names)}"
         keys = (*TRAINING_ONLY, *(key for group in NO_EFFECT.values() for key in group))
         sections = {key for key in keys if _asks(config, key)}
         named = [key for key in keys if key in sections and not _parents(key) & sections]
         if named:
             yield f"no effect in predict: {', '.join(named)}"
         return
+    for index, callback in enumerate(config.callbacks):
+        if callback.type == "EvaluationCallback":
+            yield from _idle_in_evaluation(config, index)
     if config.checkpoint.weight_dtype != "auto":
         yield "no effect: checkpoint.weight_dtype (training keeps weights in float32; run_mode: predict follows it)"
     for reason, keys in NO_EFFECT.items():
@@ -295,6 +311,31 @@ def _of_another_task(config: TrainConfig) -> list[str]:
     asked = [f"inference.{name}" for name in ("max_new_tokens",) if config.inference and name in config.inference.given]
     asked += [f"generation.{name}" for name in config.generation.explicit() if name not in SCORE_OPTIONS]
     return asked + [f"predict.{name}" for name in GENERATE_KEYS if name in config.predict.given]
+
+
+def _idle_without(predict: PredictSection, given: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    """A key that is not set, and those of the given ones of the same task that have no effect without it."""
+    for is_idle, key, names in (
+        (predict.task == "generate" and not predict.metrics, "metrics", ("reference_field", "metrics_in_rows")),
+        (predict.task == "score" and predict.target_field is None, "target_field", ("target_delimiter",)),
+    ):
+        if is_idle and (idle := [name for name in names if name in given]):
+            yield key, idle
+
+
+def _idle_in_evaluation(config: TrainConfig, index: int) -> Iterator[str]:
+    """The keys of an EvaluationCallback that have no effect."""
+    section = build_evaluation(config.callbacks[index].extra, ("callbacks", index))
+    given = section.predict_options()
+    predict = merged_predict(config.predict, given)
+    idle = [name for name in (SCORE_KEYS if predict.task == "generate" else GENERATE_KEYS) if name in given]
+    if predict.task == "score":
+        idle += ["max_new_tokens"] if section.max_new_tokens is not None else []
+        idle += [f"generation.{name}" for name in section.generation.explicit() if name not in SCORE_OPTIONS]
+    if idle:
+        yield f"no effect in callbacks[{index}] with task: {predict.task}: {', '.join(idle)}"
+    for key, names in _idle_without(predict, given):
+        yield f"no effect in callbacks[{index}] without {key}: {', '.join(names)}"
 
 
 def _parents(key: str) -> set[str]:

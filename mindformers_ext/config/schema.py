@@ -333,7 +333,6 @@ class PredictSection(Section):
     truncation: Literal["none", "left"] = "none"
     rolling: bool = False
     token_logprobs: bool = True
-    share_prompts: bool = True
     prompt_template: Name | None = None
     chat_template: Name = "none"
     skip_special_tokens: bool = True

@@ -84,7 +84,7 @@ class BatchForward:
                 f"{type(model).__name__}.construct takes no {' and no '.join(missing)}, so its prompts must be of "
                 "equal length or given one at a time"
             )
-        self._lockstep = _lockstep(model)
+        self._lockstep = lockstep_of(model)
         self._chunk_size = chunk_size
         rows, length = self._ids.shape
         # Rows that are still asked for; the others are carried along until it pays to drop them.
@@ -250,7 +250,7 @@ class BatchForward:
             Tensor.from_numpy(np.ascontiguousarray(self._ids[:, start:end])),
             **{name: value for name, value in given.items() if name in self._accepts},
         )
-        logits, past_key_values = _unpacked(outputs)
+        logits, past_key_values = unpacked(outputs)
         if self._cache is not None and not self._in_place:
             self._store(past_key_values)
         return logits
@@ -279,13 +279,14 @@ class BatchForward:
 
 def run_idle(model: Any) -> None:
     """Takes part in the forwards of processes that share parameters with this one, which has nothing to do itself."""
-    lockstep = _lockstep(model)
+    lockstep = lockstep_of(model)
     if lockstep is not None:
         with ms._no_grad():
             lockstep.finish()
 
 
-def _lockstep(model: Any) -> Lockstep | None:
+def lockstep_of(model: Any) -> Lockstep | None:
+    """Returns what keeps processes that share parameters at the same number of forwards; None if there are none."""
     shard = getattr(model, "model_shard", None)
     if shard is None:
         return None
@@ -296,7 +297,7 @@ def _lockstep(model: Any) -> Lockstep | None:
     return Lockstep(shard.context.groups["dp_shard"], idle)
 
 
-def _unpacked(outputs: Any) -> tuple[Tensor | None, Any]:
+def unpacked(outputs: Any) -> tuple[Tensor | None, Any]:
     """Takes logits and past_key_values out of what a model returned."""
     if isinstance(outputs, dict):
         return outputs["logits"], outputs.get("past_key_values")

@@ -19,7 +19,7 @@ import numpy as np
 from mindspore import Tensor
 
 from mindformers_ext import ops
-from mindformers_ext.generate.forward import _lockstep, _unpacked
+from mindformers_ext.generate.forward import lockstep_of, unpacked
 from mindformers_ext.generate.generation import evaluating
 from mindformers_ext.generate.kv_cache import KVCache
 from mindformers_ext.generate.stats import GenerationStats
@@ -60,7 +60,7 @@ def score_groups(
     groups: Sequence[Sequence[Pair]],
     stats: GenerationStats | None = None,
     *,
-    share_prompts: bool = True,
+    share_prefix: bool = True,
     chunk_size: int = 512,
     before_forward: Callable[[], None] | None = None,
 ) -> list[list[Likelihood]]:
@@ -72,7 +72,7 @@ def score_groups(
         groups: what belongs together, such as the choices of one question. So many contexts as there are groups are
             run at the same time.
         stats: is added to.
-        share_prompts: run equal contexts once.
+        share_prefix: run equal contexts once.
         chunk_size: most tokens of a row in one forward.
         before_forward: is called before each forward; what it raises ends the call.
 
@@ -88,7 +88,7 @@ def score_groups(
         forwards = _Forwards(model, chunk_size, before_forward, GenerationStats() if stats is None else stats)
         for chosen in _batches(pairs, len(groups)):
             part = [pairs[index] for index in chosen]
-            is_shared = share_prompts and len({_context_of(pairs, number) for number in chosen}) < len(part)
+            is_shared = share_prefix and len({_context_of(pairs, number) for number in chosen}) < len(part)
             scores = _read_once(forwards, part) if is_shared else None
             if scores is None:
                 scores = _read_together(forwards, part, _ROWS_A_CONTEXT * len(groups))
@@ -249,7 +249,7 @@ class _Forwards:
         self._waiting = nullcontext if runtime is None else runtime.waiting
         self._accepts = set(inspect.signature(model.construct).parameters)
         self._in_place = hasattr(model, "new_cache")
-        self._lockstep = _lockstep(model)
+        self._lockstep = lockstep_of(model)
         self.keeps_cache = "past_key_values" in self._accepts
         self.takes_pads = {"attention_mask", "position_ids"} <= self._accepts
 
@@ -377,7 +377,7 @@ class _Forwards:
             self._stats.cache_bytes = max(self._stats.cache_bytes, cache.nbytes)
         if isinstance(outputs, dict) and "scores" in outputs:
             return outputs
-        logits, past_key_values = _unpacked(outputs)
+        logits, past_key_values = unpacked(outputs)
         if cache is not None and not self._in_place:
             self.keeps_cache = past_key_values is not None
             cache.update(past_key_values or ())

@@ -23,12 +23,9 @@ from mindformers_ext.config.evaluation import (
     NumericMatchSection,
     RegexSection,
 )
-from mindformers_ext.predict.rows import own_field
+from mindformers_ext.predict.rows import ANSWER_METRICS, own_field
 
 logger = logging.getLogger(__name__)
-
-# The key of a row's own values.
-ROW_KEY = "answer_metrics"
 
 # (answer, references) -> value; None where the record has no reference that the metric could use.
 Judge = Callable[[str, Sequence[str]], float | None]
@@ -85,7 +82,7 @@ class AnswerMetrics:
         sections: the metrics, with names.
         reference_field: field of a record with what its answer should be.
         num_sequences: answers to each record.
-        in_rows: whether each row gets its values, under `ROW_KEY`.
+        in_rows: whether each row gets its values, under `ANSWER_METRICS`.
     """
 
     sections: Sequence[MetricSection]
@@ -203,7 +200,7 @@ class AnswerMetrics:
                 number = float(value)
                 if not math.isfinite(number):
                     raise ValueError(f"it returned {number}")
-            except Exception as error:  # a row that the user's code cannot judge must not lose the others
+            except (Exception, SystemExit) as error:  # a row that the user's code cannot judge must not lose the others
                 totals = self._totals[name]
                 if not totals.failures:
                     logger.error(
@@ -226,8 +223,11 @@ def import_function(path: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # a module may raise anything
-        raise ValueError(f"the metric {path} cannot be imported: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # a module may raise anything, and a script ends the process
+        advice = ""
+        if isinstance(error, ModuleNotFoundError):
+            advice = "; its folder belongs into PYTHONPATH, or into --register_path"
+        raise ValueError(f"the metric {path} cannot be imported: {type(error).__name__}: {error}{advice}") from error
     if not callable(function):
         raise ValueError(f"the metric {path} is no function: {name} is of type {type(function).__name__}")
     return function
@@ -345,4 +345,4 @@ def judged(rows: Iterable[dict[str, Any]], metrics: AnswerMetrics) -> Iterator[d
     """Passes rows on while the metrics judge them, with their values where `in_rows` asks for them."""
     for row in rows:
         values = metrics.add(row)
-        yield row | {ROW_KEY: values} if metrics.in_rows else row
+        yield row | {ANSWER_METRICS: values} if metrics.in_rows else row

@@ -10,6 +10,8 @@ from mindformers_ext.predict.records import Record, RecordError
 
 # Float32 sums in another order, as of another layout or batch, differ by some 1e-6 of such numbers.
 SCORE_DIGITS = 4
+# Where rows keep the values of metrics of answers.
+ANSWER_METRICS = "answer_metrics"
 
 # Fields of an answer's row. `num_target_tokens` is none of them: it tells rows of scores from answers.
 ANSWER_NAMES = frozenset(
@@ -28,7 +30,7 @@ ANSWER_NAMES = frozenset(
         "top_logprobs",
         "error",
         "error_type",
-        "answer_metrics",
+        ANSWER_METRICS,
         "record",
     }
 )

@@ -11,13 +11,13 @@ from typing import Any, Literal, Protocol
 from mindformers_ext.predict.isolation import Job
 from mindformers_ext.predict.pairs import Pair, cut_left, encode_pair, prefix_token, rolling_windows
 from mindformers_ext.predict.records import Record, RecordError, json_kind
-from mindformers_ext.predict.rows import own_fields, rounded
+from mindformers_ext.predict.rows import ANSWER_METRICS, own_fields, rounded
 from mindformers_ext.predict.score_sums import exponential
 from mindformers_ext.predict.summary import RunSummary
 from mindformers_ext.predict.task import checked_ids, prompt_ids
 from mindformers_ext.predict.tokenizer import Tokenizer
 
-# Fields of a score's row. `generated_ids` is none of them: it tells answers from rows of scores.
+# Fields of a score's row. `generated_ids` and `answer_metrics` are none of them: they tell answers from rows of scores.
 SCORE_NAMES = frozenset(
     {
         "sample_idx",
@@ -40,6 +40,7 @@ SCORE_NAMES = frozenset(
         "num_prompt_tokens",
         "num_target_tokens",
         "generated_ids",
+        ANSWER_METRICS,
         "error",
         "error_type",
         "record",
@@ -213,7 +214,8 @@ class ScoringTask:
             return ids
         if self.max_length is None or len(ids) - 1 <= self.max_length:
             return pair
-        if self.options.truncation == "left":
+        # A continuation that is too long is so with every truncation.
+        if self.options.truncation == "left" or len(pair[1]) > self.max_length:
             try:
                 return cut_left(pair, self.max_length)
             except ValueError as error:
@@ -283,8 +285,8 @@ def right_choice(fields: Mapping[str, Any], name: str, choices: Sequence[str] | 
             return choices.index(value)
         return RecordError("schema", f"field {name!r} is none of the {len(choices)} choices")
     if isinstance(value, bool) or not isinstance(value, int):
-        kind = json_kind(value)
-        return RecordError("schema", f"field {name!r} must be the number or the text of a choice, not {kind}")
+        given = str(value) if isinstance(value, float) else json_kind(value)
+        return RecordError("schema", f"field {name!r} must be an integer, or the text of a choice, not {given}")
     if not 0 <= value < len(choices):
         return RecordError("schema", f"field {name!r} is {value}; choices are numbered from 0 to {len(choices) - 1}")
     return value

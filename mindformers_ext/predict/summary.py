@@ -28,7 +28,6 @@ _COUNTED = {
     "num_prompt_tokens": int,
     "num_new_tokens": int,
 }
-_COUNTED_OF_SCORES = {"sample_idx": int, "num_prompt_tokens": int}
 _COUNTED_OF_ERRORS = {"sample_idx": int, "error_type": str}
 
 
@@ -40,10 +39,20 @@ def is_row(value: Any) -> bool:
     if "error" in value:
         expected = _COUNTED_OF_ERRORS
     elif is_score(value):
-        expected = _COUNTED_OF_SCORES
-        if not isinstance(value.get("loglikelihood"), list if "best" in value else float):
-            return False
+        expected = _counted_of_score(value)
     return all(type(value.get(name)) is kind for name, kind in expected.items())
+
+
+def _counted_of_score(row: Mapping[str, Any]) -> dict[str, type]:
+    """What `score_sums.add_score` reads of a row, by the kind of the row."""
+    counted: dict[str, type] = {"sample_idx": int, "num_prompt_tokens": int}
+    if "best" in row:
+        counted |= {"loglikelihood": list, "num_target_tokens": list}
+        return counted | (dict.fromkeys(("acc", "acc_norm", "acc_bytes"), float) if "acc" in row else {})
+    counted |= {"loglikelihood": float, "num_target_tokens": int}
+    if "is_greedy" in row:
+        return counted | {"is_greedy": bool}
+    return counted | ({"num_words": int, "num_bytes": int} if "num_words" in row else {})
 
 
 def is_score(row: Mapping[str, Any]) -> bool:

@@ -179,3 +179,11 @@ def answer_metrics(section: PredictSection, num_sequences: int = 1) -> AnswerMet
         return None
     sections = build_metrics(section.metrics, ("predict", "metrics"))
     return AnswerMetrics(sections, section.reference_field, num_sequences, section.metrics_in_rows)
+
+
+def without_references(metrics: AnswerMetrics, num_records: int) -> ValueError:
+    """Returns what is raised where none of the records could be judged."""
+    return ValueError(
+        f"predict.reference_field: none of the {num_records} records has a reference in the field "
+        f"'{metrics.reference_field}', a text or a number that predict.metrics could compare answers with"
+    )

@@ -15,7 +15,7 @@ from mindformers_ext.config import TrainConfig
 from mindformers_ext.config.evaluation import EvaluationSection, best_metric_mistake, build_evaluation
 from mindformers_ext.parallel.groups import single
 from mindformers_ext.predict import JobStoppedError, Tokenizer, check_output
-from mindformers_ext.predict.answer_metrics import metric_values, reference_texts
+from mindformers_ext.predict.answer_metrics import metric_values
 from mindformers_ext.predict.output_files import replace_file
 from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.callbacks import TrainerCallback
@@ -225,17 +225,13 @@ def check_evaluation(
 
 def _check_records(request: PredictionRequest) -> None:
     """Refuses an input without a usable record."""
-    metrics, total, usable, with_reference = request.metrics, 0, 0, 0
-    field = "" if metrics is None else metrics.reference_field
+    total = usable = 0
     for record in request.records:
         total += 1
         usable += record.error is None
-        with_reference += bool(reference_texts(record.fields.get(field)))
     if not usable:
         reason = f"none of the {total} records has a prompt in the field '{request.dataset_field}'"
         raise ValueError(f"input_data: {reason if total else 'there is no record'}")
-    if metrics is not None and metrics.needs_reference() and not with_reference:
-        raise ValueError(f"reference_field: none of the {total} records has a reference in the field '{field}'")
 
 
 def _check_best(section: EvaluationSection, config: TrainConfig, best: Path) -> None:

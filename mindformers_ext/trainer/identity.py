@@ -18,7 +18,7 @@ from mindformers_ext.predict.identity import digest, input_identity, package_ver
 RUN_KEYS = frozenset(
     {
         *("progress", "metrics_file", "resume", "on_error", "max_errors", "refill", "start_timeout", "step_timeout"),
-        *("share_prefix", "share_prompts"),
+        "share_prefix",
         *("metrics", "reference_field", "metrics_in_rows"),  # in rows they are a part of `request_identity`
     }
 )

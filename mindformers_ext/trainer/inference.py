@@ -215,7 +215,7 @@ def score_from_records(
     task: ScoringTask,
     records: Iterable[Record],
     stats: GenerationStats,
-    share_prompts: bool,
+    share_prefix: bool | Literal["auto"],
     chunk_size: int,
     context: ParallelContext | None = None,
     watch: Watch | None = None,
@@ -231,7 +231,7 @@ def score_from_records(
         task: what is scored.
         records: see there.
         stats: see there.
-        share_prompts: see `score_groups`.
+        share_prefix: see `scoring.shares_contexts`.
         chunk_size: see there.
         context: see `generate_from_records`.
         watch: see there.
@@ -240,7 +240,7 @@ def score_from_records(
         step_check: see there.
         **options: further arguments of `mindformers_ext.predict.run.run_records`.
     """
-    decode = scoring_decode(model, stats, share_prompts, chunk_size, step_check)
+    decode = scoring_decode(model, stats, share_prefix, chunk_size, step_check)
     return run_records(
         records,
         task,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from mindformers_ext.checkpoint import weights_digest
@@ -16,11 +17,13 @@ from mindformers_ext.config.schema import PredictSection
 from mindformers_ext.parallel.agreement import failing_together, require_same
 from mindformers_ext.parallel.groups import ParallelContext
 from mindformers_ext.predict import AnswerMetrics, PromptTemplates, Record, Tokenizer, normalize_input, reads_stdin
+from mindformers_ext.predict.answer_metrics import reference_texts
 from mindformers_ext.predict.identity import digest
 from mindformers_ext.predict.metrics import check_outputs
 from mindformers_ext.predict.scoring import ScoringOptions, ScoringTask
+from mindformers_ext.predict.writers import keeps_ids
 from mindformers_ext.runtime import logger, world_size
-from mindformers_ext.trainer.checks import answer_metrics
+from mindformers_ext.trainer.checks import answer_metrics, without_references
 from mindformers_ext.trainer.decoding import Resolved, resolve_generation
 from mindformers_ext.trainer.fingerprint import input_fingerprint
 from mindformers_ext.trainer.identity import run_identity, unrepeatable
@@ -103,18 +106,37 @@ def read_request(
                 config.generation, options.max_new_tokens, tokenizer, folder, vocab_size, generation
             )
             judges = answer_metrics(config.predict, decoding.config.num_return_sequences)
+            if options.output:  # without one nothing is judged
+                _check_references(judges, config, tokenizer, options.input_data, field)
         else:
             scoring = _scoring_task(config.predict, tokenizer, model_config, vocab_size)
             if generation:
                 logger.warning("no effect with predict.task: %s: %s", config.predict.task, ", ".join(generation))
     if options.output and reads_stdin(options.input_data):
         logger.warning("standard input cannot be read again: a run that is stopped starts over; give long ones a file")
+    if judges is not None and judges.in_rows and options.output and not keeps_ids(Path(options.output)):
+        logger.warning("predict.metrics_in_rows: no effect in %s, which keeps the texts alone", options.output)
     if judges is not None and not options.output:
         logger.warning("predict.metrics: no effect without an output: answers are judged as its rows are written")
     decoding = None if decoding is None else _with_one_seed(context, decoding)
     return PredictionRequest(
         config, options, field, records, templates, decoding, scoring, vocab_size, model_config, judges
     )
+
+
+def _check_references(
+    metrics: AnswerMetrics | None, config: TrainConfig, tokenizer: Tokenizer, input_data: Any, field: str
+) -> None:
+    """Refuses an input of which metrics could judge nothing, before hours are spent on it; an empty one is fine."""
+    if metrics is None or not metrics.needs_reference() or reads_stdin(input_data):
+        return
+    count = 0
+    for record in open_input(config, tokenizer, input_data, field)[0]:
+        if reference_texts(record.fields.get(metrics.reference_field)):
+            return
+        count += 1
+    if count:
+        raise without_references(metrics, count)
 
 
 def _scoring_task(section: PredictSection, tokenizer: Tokenizer, model_config: Any, vocab_size: int) -> ScoringTask:
@@ -230,16 +252,17 @@ def check_files(config: TrainConfig, tokenizer: Tokenizer) -> None:
     """Finds mistakes in paths and templates before the model is built.
 
     Raises:
-        ValueError: an output that would harm another file, a template that cannot be compiled, or a tokenizer without
-            the token that scoring needs.
+        ValueError: an output that would harm another file, a template that cannot be compiled, an input without the
+            references of metrics, or a tokenizer without the token that scoring needs.
         FileNotFoundError: a file is not there.
         PermissionError: the folder of the output is not writable.
     """
     section = config.inference or InferenceSection()
     check_outputs(section.output, section.input_data, protected_files(config), config.predict.metrics_file)
-    answer_metrics(config.predict)
     # Records in memory, of which there are none, where they are an argument of inference().
-    open_input(config, tokenizer, section.input_data or [], config.predict.dataset_field)
+    input_data, field = section.input_data or [], config.predict.dataset_field
+    open_input(config, tokenizer, input_data, field)
+    _check_references(answer_metrics(config.predict), config, tokenizer, input_data, field)
     if config.predict.task == "score":
         _scoring_task(config.predict, tokenizer, None, tokenizer.vocab_size)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from mindformers_ext.generate import GenerationStats, Likelihood, Pair, score_groups
 from mindformers_ext.predict import Decode, Tokenizer
 from mindformers_ext.predict.pairs import prefix_token, rolling_windows
+from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.replicas import Exchange
 
 
@@ -28,10 +30,28 @@ def num_read(pairs: Sequence[Pair]) -> int:
 LIKELIHOODS = Exchange(work=num_read, pack=lambda found: [asdict(one) for one in found], unpack=_likelihoods)
 
 
+def shares_contexts(wanted: bool | Literal["auto"], model: Any) -> bool:
+    """Returns whether equal contexts run once.
+
+    Args:
+        wanted: ``predict.share_prefix``; true logs why it cannot be.
+        model: of the run.
+    """
+    if wanted is False or "past_key_values" in inspect.signature(model.construct).parameters:
+        return wanted is not False
+    if wanted is True:
+        logger.warning(
+            "predict.share_prefix: every prompt is computed as a whole: %s takes no past_key_values, so nothing is "
+            "remembered of a prompt",
+            type(model).__name__,
+        )
+    return False
+
+
 def scoring_decode(
     model: Any,
     stats: GenerationStats,
-    share_prompts: bool,
+    share_prefix: bool | Literal["auto"],
     chunk_size: int,
     step_check: Callable[[], Callable[[], None]] | None = None,
 ) -> Decode:
@@ -40,16 +60,15 @@ def scoring_decode(
     Args:
         model: see `score_groups`, as the rest.
         stats: see there.
-        share_prompts: see there.
+        share_prefix: see `shares_contexts`.
         chunk_size: see there.
         step_check: gives for each batch what is called before each of its forwards.
     """
+    share = shares_contexts(share_prefix, model)
 
     def score(groups: list[Sequence[Pair]], indices: list[int]) -> list[list[Likelihood]]:
         check = None if step_check is None else step_check()
-        return score_groups(
-            model, groups, stats, share_prompts=share_prompts, chunk_size=chunk_size, before_forward=check
-        )
+        return score_groups(model, groups, stats, share_prefix=share, chunk_size=chunk_size, before_forward=check)
 
     return score
 

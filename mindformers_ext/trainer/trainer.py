@@ -173,7 +173,7 @@ class Trainer:
         """
         if self._run is None:
             raise RuntimeError("train() needs run_mode: train; this Trainer was built with run_mode: predict")
-        if until is not None and not 1 <= until <= self.state.max_steps:
+        if until is not None and not (type(until) is int and 1 <= until <= self.state.max_steps):
             raise ValueError(f"until must be a step from 1 to training.steps ({self.state.max_steps}), not {until!r}")
         run = self._run
         return train_loop(
@@ -351,11 +351,11 @@ class Trainer:
     def _scorer(self, request: PredictionRequest) -> Callable[..., RunResult]:
         """Returns what scores records."""
         assert request.scoring is not None
-        share, chunk_size = request.config.predict.share_prompts, self.config.generation.prefill_chunk_size
-        return partial(score_from_records, self.model, request.scoring, share_prompts=share, chunk_size=chunk_size)
+        share, chunk_size = request.config.predict.share_prefix, self.config.generation.prefill_chunk_size
+        return partial(score_from_records, self.model, request.scoring, share_prefix=share, chunk_size=chunk_size)
 
     def score(
-        self, pairs: Sequence[Pair], batch_size: int | None = None, share_prompts: bool | None = None
+        self, pairs: Sequence[Pair], batch_size: int | None = None, share_prefix: bool | None = None
     ) -> list[Likelihood]:
         """Returns the log-probabilities of continuations under the weights of the moment; every rank calls it.
 
@@ -363,7 +363,7 @@ class Trainer:
             pairs: ids of a context and of its continuation, neither of them empty; see `predict.pairs`. Those with
                 equal contexts share them where they are neighbours.
             batch_size: contexts that run together on a replica; None takes ``inference.batch_size``.
-            share_prompts: None takes ``predict.share_prompts``.
+            share_prefix: whether these run once; None takes ``predict.share_prefix``.
 
         Returns:
             A `Likelihood` for each pair: ``total``, ``is_greedy``, ``token_logprobs``.
@@ -373,7 +373,7 @@ class Trainer:
             FloatingPointError: the probability of a token is no finite number.
         """
         check_pairs(self.model, pairs)
-        return score_pairs(self._scoring_decode(share_prompts), pairs, self._scoring_batch(batch_size))
+        return score_pairs(self._scoring_decode(share_prefix), pairs, self._scoring_batch(batch_size))
 
     def score_rolling(
         self,
@@ -402,11 +402,11 @@ class Trainer:
         options = inference_options(self.config, None, None, None, batch_size)
         return options.batch_size * num_replicas(self._context)
 
-    def _scoring_decode(self, share_prompts: bool | None) -> Decode:
+    def _scoring_decode(self, share_prefix: bool | None) -> Decode:
         self._validate_pp_inference()
         self._load_inference_checkpoint()
         stats = GenerationStats()
-        share = self.config.predict.share_prompts if share_prompts is None else share_prompts
+        share = self.config.predict.share_prefix if share_prefix is None else share_prefix
         decode = scoring_decode(self.model, stats, share, self.config.generation.prefill_chunk_size)
         return decode_together(decode, self.model, self._context, self._watch.answering(stats), exchange=LIKELIHOODS)
 

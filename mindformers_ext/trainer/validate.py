@@ -24,6 +24,7 @@ from mindformers_ext.trainer.checks import (
     describe_data,
     open_saved_run,
     saved_state,
+    without_references,
 )
 from mindformers_ext.trainer.model import (
     checkpoint_model_files,
@@ -113,6 +114,8 @@ def _report_prediction(config: TrainConfig, model: TransformerConfig, values: in
             references += metrics is not None and bool(reference_texts(record.fields.get(metrics.reference_field)))
         print(f"input: {records} records, {errors} of them without a usable prompt")
         if metrics is not None:
+            if records and not references and metrics.needs_reference():
+                raise without_references(metrics, records)
             print(f"metrics: {references} records have a reference in the field '{metrics.reference_field}'")
     else:
         print("input: none in the configuration; it has to be an argument of inference()")

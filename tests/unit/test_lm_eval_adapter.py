@@ -153,6 +153,9 @@ def test_model_arguments_are_keys_of_the_yaml(tmp_path, caplog):
     assert "no effect under lm-eval" in caplog.text
     with pytest.raises(ValueError, match="pretrained is neither config nor section.key"):
         open_model(str(path), pretrained="x")
+    for size in ("x", 0, -2):
+        with pytest.raises(ValueError, match=f"--batch_size must be a positive integer or auto, not {size}"):
+            open_model(str(path), size)
     with pytest.raises(ValueError, match="run_mode"):
         open_model(str(path), **{"run.mode": "train"})
     path.write_text("run_mode: train\ncheckpoint: {load_path: x}\n")

@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.results, output, Choice(options.reference, options.metric, options.by, options.rows)
         )
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"error: {told}", file=sys.stderr)
         return 1
     for run in runs:
         for broken in run.facts.broken:

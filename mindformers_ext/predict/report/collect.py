@@ -44,6 +44,8 @@ class Choice:
     def value(self, row: Row) -> float | None:
         """Returns how right a row is, 1 if it is; None if nothing tells."""
         if self.reference is not None:
+            if is_score(row) and "error" not in row:
+                return None
             right = is_right(row, self.reference)
             return None if right is None else float(right)
         values = row_values(row)
@@ -153,11 +155,16 @@ class RunFacts:
             self.wrong.append(self._shown(row, value))
 
     def check_choice(self, path: str) -> None:
-        """Refuses fields that no row has.
+        """Refuses fields that no row has, and a reference for rows of scores, which have no text to compare with it.
 
         Raises:
             ValueError: names the field, and those that there are.
         """
+        if self._choice.reference is not None and self.score_sums:
+            raise ValueError(
+                f"{path}: --reference is compared with answers, and these rows are scores; leave it out, and the "
+                "accuracy that they carry is shown, or choose one with --metric"
+            )
         asked = [("--reference", self._choice.reference), ("--metric", self._choice.metric)]
         names = [(flag, name, self.accuracy.total > 0) for flag, name in asked if name is not None]
         if self._choice.by and not self.accuracy.total:

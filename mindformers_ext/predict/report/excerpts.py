@@ -12,8 +12,6 @@ from mindformers_ext.predict.rows import ANSWER_NAMES
 from mindformers_ext.predict.scoring import SCORE_NAMES
 from mindformers_ext.predict.summary import is_score
 
-# Where rows keep the values of metrics of answers.
-ANSWER_METRICS = "answer_metrics"
 # Controls, formats (marks of direction, joiners, tags), halves of surrogate pairs, ends of lines and paragraphs.
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 # Lines and tabs are seen; emoji and several scripts are written with joiners.
@@ -49,7 +47,7 @@ def as_text(value: Any) -> str:
 
 def own_fields(row: Mapping[str, Any], count: int, limit: int) -> OwnFields:
     """Returns at most `count` of the fields that a row has from its record, each cut to `limit` characters."""
-    names = SCORE_NAMES if is_score(row) else ANSWER_NAMES | {ANSWER_METRICS}
+    names = SCORE_NAMES if is_score(row) else ANSWER_NAMES
     fields = {**{name: value for name, value in row.items() if name not in names}, **hidden_fields(row)}
     shown = [(name[:limit], excerpt(value, limit)) for name, value in list(fields.items())[:count]]
     return OwnFields(shown, max(len(fields) - count, 0))

@@ -35,11 +35,11 @@ def check_result(path: str) -> None:
         ValueError: the form of the file does not keep rows, or it is no regular file.
         OSError: it is not there, or cannot be opened.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} is not a regular file")
     if suffix_of(path) not in SUFFIXES:
         kept = "a .txt output keeps the texts alone" if suffix_of(path) in (".txt", "") else "this is no output"
         raise ValueError(f"{path}: {kept}; a report needs whole rows: .jsonl or .json, or one of them with .gz")
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} is not a regular file")
     with open(path, "rb"):
         pass
 

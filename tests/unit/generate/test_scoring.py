@@ -73,10 +73,10 @@ def check(found, groups=GROUPS):
 
 
 @pytest.mark.parametrize("chunk_size", [512, 2, 1])
-@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("share_prefix", [True, False])
 @pytest.mark.parametrize("model", [Pairs, NoCache, OnlyLast])
-def test_every_kind_of_model_gives_the_log_softmax_of_its_logits(model, share_prompts, chunk_size):
-    check(score_groups(model(5), GROUPS, share_prompts=share_prompts, chunk_size=chunk_size))
+def test_every_kind_of_model_gives_the_log_softmax_of_its_logits(model, share_prefix, chunk_size):
+    check(score_groups(model(5), GROUPS, share_prefix=share_prefix, chunk_size=chunk_size))
 
 
 def test_a_greedy_continuation_is_known():
@@ -95,7 +95,7 @@ def test_a_shared_context_is_read_once_and_continuations_together():
     score_groups(model, [GROUPS[0], GROUPS[1]])
     assert model.shapes == [(2, 3), (3, 3)]  # two contexts; the rows of the choices with more than a token
     model.shapes.clear()
-    score_groups(model, [GROUPS[0], GROUPS[1]], share_prompts=False)
+    score_groups(model, [GROUPS[0], GROUPS[1]], share_prefix=False)
     assert model.shapes == [(5, 6)]
     model.shapes.clear()
     score_groups(model, [[one[0]] for one in GROUPS])
@@ -120,7 +120,7 @@ def test_no_more_rows_run_at_once_than_groups_allow():
 def test_a_model_that_takes_ids_alone_works_where_nothing_needs_a_mask():
     normaliser = np.log(np.exp(3) + 4)
     for share in (True, False):
-        (found,) = score_groups(OnlyIds(), [[([1, 2], [3, 4]), ([1, 2], [3, 0, 1])]], share_prompts=share)
+        (found,) = score_groups(OnlyIds(), [[([1, 2], [3, 4]), ([1, 2], [3, 0, 1])]], share_prefix=share)
         assert found[0].token_logprobs == pytest.approx([3 - normaliser] * 2, abs=1e-5) and found[0].is_greedy
         assert found[1].token_logprobs == pytest.approx([3 - normaliser, -normaliser, 3 - normaliser], abs=1e-5)
 

@@ -103,6 +103,13 @@ def run(*argv):
     return run_mindformer.main(list(argv))
 
 
+def test_a_training_that_is_stopped_in_an_evaluation_can_go_on_and_says_so(fake, capsys):
+    fake.plan["train"] = "stopped"
+    assert run("--config", "train.yaml") == run_mindformer.EXIT_STOPPED
+    message = "stopped: SIGTERM was received; training goes on from its last checkpoint"
+    assert capsys.readouterr().err.strip() == message
+
+
 def test_flags_and_overrides_reach_the_config_of_the_trainer(fake):
     code = run(
         *("--config", "predict.yaml", "--mode", "1", "--load_checkpoint", "other", "--predict_data", "a b  c", "d"),

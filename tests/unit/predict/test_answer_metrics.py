@@ -44,6 +44,10 @@ def not_finite(answer, reference, row):
     return math.nan
 
 
+def leaving(answer, reference, row):
+    raise SystemExit(3)
+
+
 NOT_CALLABLE = 3
 
 
@@ -155,7 +159,7 @@ def test_a_function_of_the_users(path):
     assert found.result()["metrics"] == {"half_right": {"value": 0.25, "stderr": 0.25, "records": 2}}
 
 
-@pytest.mark.parametrize("name", ["broken", "not_finite"])
+@pytest.mark.parametrize("name", ["broken", "not_finite", "leaving"])
 def test_a_function_that_fails_counts_as_wrong_and_is_told_once(name, log):
     found = metrics({"type": "function", "function": f"{__name__}:{name}"}, "exact_match")
     for row in rows(("a", "a"), ("b", "b")):

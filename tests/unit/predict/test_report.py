@@ -210,7 +210,9 @@ def test_what_is_no_output_or_no_page_is_refused_in_a_sentence(
 
 def test_a_file_that_is_not_there_or_no_file_is_refused(tmp_path, capsys):
     assert main([str(tmp_path / "none.jsonl")]) == 1
-    assert "No such file" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"error: {tmp_path / 'none.jsonl'}: No such file or directory\n"
+    assert main([str(tmp_path)]) == 1
+    assert "is not a regular file" in capsys.readouterr().err
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert main([str(tmp_path / "pipe.jsonl")]) == 1
     assert "is not a regular file" in capsys.readouterr().err
@@ -285,6 +287,31 @@ def test_choices_are_counted_and_compared(report):
     near = [choice(0, 1, [-3.0004, -1.0], 1), choice(1, 1, [-1.0, -0.9], 1)]
     text = report(rows, near).text
     assert "1 of 2 rows differ" in text and "other choice" in text
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"acc": "1"},
+        {"acc": 1.0, "acc_norm": None},
+        {"loglikelihood": -1.0},
+        {"num_target_tokens": 2},
+        {"best": None, "loglikelihood": -1.0, "num_target_tokens": 2, "is_greedy": "yes"},
+        {"best": None, "loglikelihood": -1.0, "num_target_tokens": 2, "num_words": 1},
+        {"best": None, "loglikelihood": -1.0},
+    ],
+)
+def test_a_score_that_lacks_what_is_summed_is_no_row(tmp_path, capsys, odd):
+    row = {name: value for name, value in (choice(0, 1, [-3.0, -1.0], 1) | odd).items() if value is not None}
+    write_rows(tmp_path / "run.jsonl", [row, choice(1, 1, [-3.0, -1.0], 1)])
+    assert main([str(tmp_path / "run.jsonl")]) == 0
+    assert "line 1: is no row of an output" in capsys.readouterr().err
+
+
+def test_a_reference_cannot_judge_scores_and_that_is_said(tmp_path, capsys):
+    write_rows(tmp_path / "run.jsonl", [error(0), choice(1, 1, [-3.0, -1.0], 1, answer=1)])
+    assert main([str(tmp_path / "run.jsonl"), "--reference", "answer"]) == 1
+    assert "--reference is compared with answers, and these rows are scores" in capsys.readouterr().err
 
 
 def test_texts_have_their_likelihood_and_perplexity(report):

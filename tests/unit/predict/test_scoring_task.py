@@ -130,6 +130,11 @@ def test_rolling_scores_every_token_and_counts_words_and_bytes_as_lm_eval(tokeni
     assert scores["token_perplexity"] == pytest.approx(math.exp(-whole / sum(map(len, ids))), rel=1e-4)
 
 
+def test_values_of_metrics_in_the_input_are_fields_of_the_record(tokenizer):
+    (row,), _ = run(tokenizer, {"instruction": "x", "t": ["a"], "answer_metrics": {"right": 1.0}}, target_field="t")
+    assert row["record"] == {"answer_metrics": {"right": 1.0}} and "answer_metrics" not in row
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -144,8 +149,8 @@ def test_rolling_scores_every_token_and_counts_words_and_bytes_as_lm_eval(tokeni
         ({"t": ["a", "b"], "a": 2}, "field 'a' is 2; choices are numbered from 0 to 1"),
         ({"t": ["a", "b"], "a": -1}, "field 'a' is -1; choices are numbered from 0 to 1"),
         ({"t": ["a", "b"], "a": "c"}, "field 'a' is none of the 2 choices"),
-        ({"t": ["a", "b"], "a": True}, "field 'a' must be the number or the text of a choice, not a boolean"),
-        ({"t": ["a", "b"], "a": 1.0}, "field 'a' must be the number or the text of a choice, not a number"),
+        ({"t": ["a", "b"], "a": True}, "field 'a' must be an integer, or the text of a choice, not a boolean"),
+        ({"t": ["a", "b"], "a": 1.0}, "field 'a' must be an integer, or the text of a choice, not 1.0"),
         ({"t": "a", "a": 0}, "field 'a' names the right one of several choices, and the target is a string"),
     ],
 )
@@ -169,8 +174,9 @@ def test_what_is_too_long_is_an_error_or_cut_on_the_left(tokenizer):
     )
     (row,), _ = run(tokenizer, data, max_length=5, target_field="t", truncation="left")
     assert row["num_prompt_tokens"] == 5 and row["num_target_tokens"] == [1, 4]
-    (row,), _ = run(tokenizer, data, max_length=3, target_field="t", truncation="left")
-    assert row["error"] == "choice 1: 4 tokens of the continuation exceed the model's length 3"
+    for truncation in ("left", "none"):
+        (row,), _ = run(tokenizer, {**data, "t": ["yyyy"]}, max_length=3, target_field="t", truncation=truncation)
+        assert row["error"] == "choice 0: 4 tokens of the continuation exceed the model's length 3"
     (row,), _ = run(tokenizer, data["instruction"], max_length=len(context) - 2)
     assert row["error_type"] == "too_long" and row["error"].endswith("predict.rolling: true scores longer texts")
     assert "error" not in run(tokenizer, data["instruction"], max_length=len(context) - 1)[0][0]
@@ -236,7 +242,7 @@ def test_every_field_of_a_row_is_a_name_of_ours(tokenizer):
     ):
         (row,), _ = run(tokenizer, data, **options)
         found |= row.keys() - {"instruction", "t", "a"}
-    assert found == SCORE_NAMES - {"generated_ids", "error", "error_type", "record"}
+    assert found == SCORE_NAMES - {"generated_ids", "answer_metrics", "error", "error_type", "record"}
 
 
 def test_a_value_beyond_float64_is_none_in_rows_and_scores(tokenizer):

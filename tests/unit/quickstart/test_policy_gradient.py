@@ -29,6 +29,21 @@ def questions(script, count):
     return script.asked(trained)[:count]
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--samples", "1", "--samples must be at least 2"),
+        ("--interval", "0", "--interval must be at least 1"),
+        ("--questions", "100000", "--questions must be at least 1 and at most"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_at_once(script, monkeypatch, capsys, flag, value, message):
+    monkeypatch.setattr("sys.argv", ["policy_gradient.py", flag, value])
+    with pytest.raises(SystemExit, match="2"):
+        script.main()
+    assert message in capsys.readouterr().err
+
+
 def test_an_advantage_is_what_a_reward_has_over_the_others_of_its_prompt(script):
     rewards = np.array([[1, 0, 0], [1, 1, 1]], np.float32)
     np.testing.assert_allclose(script.advantages(rewards), [[1, -0.5, -0.5], [0, 0, 0]])

@@ -230,6 +230,37 @@ def test_two_evaluations_do_not_share_a_folder():
         load_config(built)
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "key"),
+    [
+        ({"output_dir": "eval"}, {"output_dir": "./eval/"}, "output_dir"),
+        ({"output_dir": "a", "best_dir": "best"}, {"output_dir": "b", "best_dir": "x/../best"}, "best_dir"),
+        ({"output_dir": "a", "best_dir": "b"}, {"output_dir": "b", "best_dir": "c"}, "output_dir"),
+        ({"output_dir": None}, {"output_dir": "saved_evaluation"}, "output_dir"),
+    ],
+)
+def test_two_evaluations_share_no_folder_however_it_is_called(one, other, key):
+    built = settings(**one, metric_for_best_model="exact_match")
+    built["callbacks"] += settings(**other, metric_for_best_model="exact_match")["callbacks"]
+    with pytest.raises(ConfigError, match=rf"callbacks\[1\].{key}: is that of another EvaluationCallback"):
+        load_config(built)
+
+
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        ({"metrics": None, "reference_field": "a"}, "no effect in callbacks[0] without metrics: reference_field"),
+        ({"rolling": True}, "no effect in callbacks[0] with task: generate: rolling"),
+        (
+            {"task": "score", "generation": {"do_sample": True}},
+            "no effect in callbacks[0] with task: score: metrics, max_new_tokens, generation.do_sample",
+        ),
+    ],
+)
+def test_what_has_no_effect_in_an_evaluation_is_named(options, warning):
+    assert warning in load_config(settings(**options)).warnings
+
+
 def test_choices_and_texts_are_scored_and_a_smaller_perplexity_is_better():
     choices = [{**record, "choices": [" 1", " 2", " 3"], "answer": 0} for record in RECORDS]
     pathlib.Path("dev.jsonl").write_text("\n".join(map(json.dumps, choices)))

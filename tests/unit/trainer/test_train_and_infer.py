@@ -70,10 +70,10 @@ def test_ten_steps_inference_and_ten_more_equal_twenty_to_the_last_digit():
     assert len({repr(answers) for answers in (untrained, between[0], after)}) > 1
 
 
-@pytest.mark.parametrize("until", [0, -1, 21])
+@pytest.mark.parametrize("until", [0, -1, 21, 2.5, True, "x"])
 def test_a_step_to_end_after_is_one_of_the_run(until):
     trainer = Trainer(config(checkpoint={"enable_save": False}))
-    with pytest.raises(ValueError, match=rf"until must be a step from 1 to training.steps \(20\), not {until}"):
+    with pytest.raises(ValueError, match=rf"until must be a step from 1 to training.steps \(20\), not {until!r}"):
         trainer.train(until=until)
 
 

@@ -110,6 +110,28 @@ def test_rows_have_their_values_where_that_is_asked_for_and_are_then_of_another_
     assert read()[0]["answer_metrics"].keys() == {"exact_match"}
 
 
+def test_references_that_no_record_has_are_missed_before_anything_is_answered():
+    sentence = r"predict.reference_field: none of the 6 records has a reference in the field 'answr'"
+    wrong = config(metrics=["exact_match"], reference_field="answr")
+    with pytest.raises(ValueError, match=sentence):
+        Trainer(wrong).inference()
+    with pytest.raises(ValueError, match=sentence):
+        validate(load_config(wrong))
+    Trainer(config(metrics=[{"type": "regex", "pattern": "."}], reference_field="answr")).inference()
+    assert stored()["metrics"]["regex"]["records"] == 6
+
+
+def test_values_in_rows_have_no_effect_in_texts_and_that_is_told(log):
+    Trainer(config(output="out.txt", metrics_in_rows=True)).inference()
+    assert "predict.metrics_in_rows: no effect in out.txt, which keeps the texts alone" in log.text
+
+
+def test_keys_that_need_metrics_are_named_without_them():
+    assert load_config(config(metrics=[], metrics_in_rows=True, reference_field="a")).warnings == [
+        "no effect without predict.metrics: predict.reference_field, predict.metrics_in_rows"
+    ]
+
+
 def test_keys_of_predict_may_differ_in_one_call(log):
     trainer = Trainer(config(metrics=None))
     trainer.inference(output="one.jsonl", predict={"metrics": ["contains"], "reference_field": "instruction"})
