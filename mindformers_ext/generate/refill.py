@@ -31,7 +31,7 @@ from mindformers_ext.generate.noise import fresh_seed
 from mindformers_ext.generate.prefix import PrefixCache
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
-from mindformers_ext.generate.stepwise import finished_row, scores_of
+from mindformers_ext.generate.stepwise import finished_row, run_prompts, scores_of
 from mindformers_ext.generate.stopping import RUNNING, DecodeNew, Stopping
 
 # For caches that are made before it is known what they will hold.
@@ -180,12 +180,7 @@ class RefilledBatch:
             fill=None if self._prefixes is None else self._prefixes.fill,
         )
         forward.limit(int((rows.prompt_lengths + rows.budgets).max()), int(rows.budgets.max()))
-        with self._stats.prefill(int(rows.prompt_lengths.sum())):
-            logits = forward.prefill()
-        if each > 1:
-            copies = np.repeat(np.arange(len(rows)), each)
-            forward.select(copies)
-            logits, rows = logits.select(copies), rows.repeated(each)
+        logits, rows = run_prompts(forward, rows, config, self._stats)
         for record in record_ids:
             self._records[record] = _Record([None] * each, [[] for _ in range(each)])
         if self._rows is None:
