@@ -22,7 +22,7 @@ from mindformers_ext.generate.gathering import Logits
 from mindformers_ext.generate.kv_cache import KVCache, can_crop
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
-from mindformers_ext.generate.stepwise import Answers, check_room, scores_of
+from mindformers_ext.generate.stepwise import Answers, check_room, run_prompts, scores_of
 from mindformers_ext.generate.stopping import RUNNING, Stopping
 from mindformers_ext.generate.streamers import Streamer
 from mindformers_ext.models.cache import RowCopy
@@ -214,12 +214,7 @@ def choose_drafted_tokens(
         streamer: is given each token of the row, of which there is one only.
         step_scores: see `choose_tokens`.
     """
-    with stats.prefill(int(rows.prompt_lengths.sum())):
-        logits = forward.prefill()
-    if config.num_return_sequences > 1:
-        copies = np.repeat(np.arange(len(rows)), config.num_return_sequences)
-        forward.select(copies)
-        logits, rows = logits.select(copies), rows.repeated(config.num_return_sequences)
+    logits, rows = run_prompts(forward, rows, config, stats)
     if step_scores is not None:
         check_room(logits.vocab_size, rows)
     chooser = _Chooser(logits.vocab_size, rows, config, stopping, stats, streamer, step_scores)

@@ -31,7 +31,7 @@ from mindformers_ext.generate.noise import fresh_seed
 from mindformers_ext.generate.prefix import PrefixCache
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
-from mindformers_ext.generate.stepwise import finished_row, scores_of
+from mindformers_ext.generate.stepwise import finished_row, run_prompts, scores_of
 from mindformers_ext.generate.stopping import RUNNING, DecodeNew, Stopping
 
 # For caches that are made before it is known what they will hold.
@@ -103,7 +103,7 @@ class RefilledBatch:
         self._logits: Logits | None = None
         self._stopping = Stopping(config, decode, bool if shard is None else shard.context.unit.any)
         self._step_check = step_check
-        self._fill = None if prefixes is None else prefixes.fill
+        self._prefixes = prefixes
         self.reset(num_prompts)
 
     def reset(self, num_prompts: int) -> None:
@@ -141,18 +141,28 @@ class RefilledBatch:
         Raises:
             ValueError: see `mindformers_ext.generate.generate_rows`; so FloatingPointError.
         """
+        try:
+            with ms._no_grad(), evaluating(self._model):
+                return self._advanced(prompts, record_ids, num_steps, more_to_come)
+        except Exception:
+            if self._prefixes is not None:
+                self._prefixes.clear()  # it may be memory that is short
+            raise
+
+    def _advanced(
+        self, prompts: Sequence[Sequence[int]], record_ids: Sequence[int], num_steps: int | None, more_to_come: bool
+    ) -> list[tuple[int, list[GeneratedRow]]]:
         done: list[tuple[int, list[GeneratedRow]]] = []
         steps = 0
-        with ms._no_grad(), evaluating(self._model):
-            if prompts:
-                self._admit(prompts, record_ids)
-            while self._rows is not None and (steps < num_steps if num_steps is not None else not done):
-                done += self._step(more_to_come)
-                steps += 1
-            if self._forward is None:
-                run_idle(self._model)
-            elif num_steps is not None:
-                self._forward.finish()
+        if prompts:
+            self._admit(prompts, record_ids)
+        while self._rows is not None and (steps < num_steps if num_steps is not None else not done):
+            done += self._step(more_to_come)
+            steps += 1
+        if self._forward is None:
+            run_idle(self._model)
+        elif num_steps is not None:
+            self._forward.finish()
         return done
 
     def _admit(self, prompts: Sequence[Sequence[int]], record_ids: Sequence[int]) -> None:
@@ -167,15 +177,10 @@ class RefilledBatch:
             config.use_cache,
             config.prefill_chunk_size,
             before_forward=self._before_forward,
-            fill=self._fill,
+            fill=None if self._prefixes is None else self._prefixes.fill,
         )
         forward.limit(int((rows.prompt_lengths + rows.budgets).max()), int(rows.budgets.max()))
-        with self._stats.prefill(int(rows.prompt_lengths.sum())):
-            logits = forward.prefill()
-        if each > 1:
-            copies = np.repeat(np.arange(len(rows)), each)
-            forward.select(copies)
-            logits, rows = logits.select(copies), rows.repeated(each)
+        logits, rows = run_prompts(forward, rows, config, self._stats)
         for record in record_ids:
             self._records[record] = _Record([None] * each, [[] for _ in range(each)])
         if self._rows is None:

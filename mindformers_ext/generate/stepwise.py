@@ -9,6 +9,7 @@ import numpy as np
 from mindformers_ext.generate.choice import Choice, Chosen
 from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
+from mindformers_ext.generate.gathering import Logits
 from mindformers_ext.generate.logprobs import Recorded, as_fields, record_logprobs
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
@@ -42,12 +43,7 @@ def choose_tokens(
     Returns:
         The answers, those of one prompt after each other.
     """
-    with stats.prefill(int(rows.prompt_lengths.sum())):
-        logits = forward.prefill()
-    if config.num_return_sequences > 1:
-        copies = np.repeat(np.arange(len(rows)), config.num_return_sequences)
-        forward.select(copies)
-        logits, rows = logits.select(copies), rows.repeated(config.num_return_sequences)
+    logits, rows = run_prompts(forward, rows, config, stats)
     choose = Choice(config, logits.vocab_size, watched=step_scores is not None)
     if step_scores is not None:
         check_room(logits.vocab_size, rows)
@@ -73,6 +69,29 @@ def choose_tokens(
                 forward.select(running)
             logits = forward.step(chosen)
             stats.decode_tokens += len(rows)
+
+
+def run_prompts(
+    forward: BatchForward, rows: Rows, config: GenerationConfig, stats: GenerationStats
+) -> tuple[Logits, Rows]:
+    """Runs the prompts of a batch, and makes of each as many rows as it gets answers.
+
+    Args:
+        forward: the batch, nothing of it run yet.
+        rows: a row for each prompt.
+        config: options.
+        stats: is added to.
+
+    Returns:
+        The logits that follow the rows, ``[R, V]``, and the rows; those of one prompt after each other.
+    """
+    with stats.prefill(int(rows.prompt_lengths.sum())):
+        logits = forward.prefill()
+    if config.num_return_sequences == 1:
+        return logits, rows
+    copies = np.repeat(np.arange(len(rows)), config.num_return_sequences)
+    forward.select(copies)
+    return logits.select(copies), rows.repeated(config.num_return_sequences)
 
 
 def scores_of(step: Chosen) -> Callable[[], np.ndarray]:

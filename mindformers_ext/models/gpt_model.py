@@ -228,8 +228,8 @@ class GPTModel(nn.Cell):
         return [weight for cell in cells for weight in cell.packed_weights()]
 
     def takes_bits(self, name: str) -> bool:
-        """Tells whether `set_weight` takes the bits of bfloat16 values (uint16) for a parameter."""
-        return name in self._packable and self._packs()
+        """Tells whether `set_weight` takes the bits of bfloat16 values (uint16) for a parameter: biases are float32."""
+        return name in self._packable and len(self._parameters_by_name[name].shape) > 1 and self._packs()
 
     def set_weight(self, name: str, array: np.ndarray) -> None:
         """Makes ``array`` (float32 or int32, C-contiguous) the memory of parameter ``name``, without a copy.

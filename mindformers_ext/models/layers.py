@@ -32,7 +32,61 @@ def empty_parameter(*shape: int, initial: float | str | Initial = "normal", dtyp
     return parameter
 
 
-class Linear(nn.Cell):
+class Packable(Protocol):
+    """A block that can keep weights of a prediction in the order and type of the products that read them.
+
+    Attributes:
+        packable: its parameters that `pack` takes, by their names within the block.
+        narrow: whether their type may be another one than float32.
+    """
+
+    packable: tuple[str, ...]
+    narrow: bool
+
+    def pack(self, name: str, values: np.ndarray, dtype: str) -> bool:
+        """Takes the values of a parameter, float32 or, of a matrix, uint16 (bits of bfloat16).
+
+        Returns:
+            False if the parameter has to take them as well.
+
+        Raises:
+            ValueError: a value that the type cannot hold.
+        """
+        ...
+
+    def unpack(self, name: str) -> np.ndarray | None:
+        """Returns what `pack` took as float32 values of the parameter's shape; None if that has them itself."""
+        ...
+
+    def packed_weights(self) -> Sequence[ops.PackedWeight]:
+        """Returns the matrices that are packed."""
+        ...
+
+
+class PackableMatrix:
+    """A block of which one matrix can be packed; see `Packable`.
+
+    Attributes:
+        packed: the matrix as `pack` left it; None while it is in the parameter.
+    """
+
+    packed: ops.PackedWeight | None = None
+
+    def pack(self, name: str, values: np.ndarray, dtype: str) -> bool:
+        """See `Packable.pack`."""
+        self.packed = ops.PackedWeight(values, dtype)
+        return True
+
+    def unpack(self, name: str) -> np.ndarray | None:
+        """See `Packable.unpack`."""
+        return None if self.packed is None else self.packed.read_rows(np.arange(self.packed.shape[0]))
+
+    def packed_weights(self) -> Sequence[ops.PackedWeight]:
+        """See `Packable.packed_weights`."""
+        return () if self.packed is None else (self.packed,)
+
+
+class Linear(PackableMatrix, nn.Cell):
     """``x weight^T + bias`` for x float32 ``[N, in_channels]``.
 
     Args:
@@ -43,9 +97,6 @@ class Linear(nn.Cell):
         packing: in a prediction ``narrow`` weights are packed in the type that was asked for, ``float32`` ones (which
             choose or gate) in that type; None keeps the parameter, which other operations read as it is.
         order: how rows lie in a packed weight, see `ops.PackedWeight`.
-
-    Attributes:
-        packed: the weight as `pack` left it; None while it is in the parameter.
     """
 
     def __init__(
@@ -60,7 +111,6 @@ class Linear(nn.Cell):
         super().__init__()
         self.weight = empty_parameter(out_channels, in_channels, initial=initial)
         self.bias = empty_parameter(out_channels, initial=0.0) if has_bias else None
-        self.packed: ops.PackedWeight | None = None
         self.packable = () if packing is None else ("weight", "bias") if has_bias else ("weight",)
         self.narrow = packing == "narrow"
         self._order = order
@@ -82,44 +132,7 @@ class Linear(nn.Cell):
 
     def unpack(self, name: str) -> np.ndarray | None:
         """See `Packable.unpack`."""
-        return None if name != "weight" or self.packed is None else all_rows(self.packed)
-
-    def packed_weights(self) -> Sequence[ops.PackedWeight]:
-        """See `Packable.packed_weights`."""
-        return () if self.packed is None else (self.packed,)
-
-
-class Packable(Protocol):
-    """A block that can keep weights of a prediction in the order and type of the products that read them.
-
-    Attributes:
-        packable: its parameters that `pack` takes, by their names within the block.
-        narrow: whether their type may be another one than float32.
-    """
-
-    packable: tuple[str, ...]
-    narrow: bool
-
-    def pack(self, name: str, values: np.ndarray, dtype: str) -> bool:
-        """Takes the values of a parameter, float32 or uint16 (bits of bfloat16); False if the parameter has to as well.
-
-        Raises:
-            ValueError: a value that the type cannot hold.
-        """
-        ...
-
-    def unpack(self, name: str) -> np.ndarray | None:
-        """Returns what `pack` took as float32 values of the parameter's shape; None if that has them itself."""
-        ...
-
-    def packed_weights(self) -> Sequence[ops.PackedWeight]:
-        """Returns the matrices that are packed."""
-        ...
-
-
-def all_rows(weight: ops.PackedWeight) -> np.ndarray:
-    """Returns the whole of a packed weight, float32 ``[rows, depth]``."""
-    return weight.read_rows(np.arange(weight.shape[0]))
+        return None if name == "bias" else super().unpack(name)
 
 
 class RMSNorm(nn.Cell):
@@ -179,7 +192,7 @@ class MLP(nn.Cell):
         return self.linear_fc2(ops.swiglu(self.linear_fc1(x), self.clamp_value))
 
 
-class LanguageModelEmbedding(nn.Cell):
+class LanguageModelEmbedding(PackableMatrix, nn.Cell):
     """Token embedding; under tensor parallelism each process holds the rows of some ids, and the sum has all."""
 
     packable = ("word_embeddings.weight",)
@@ -190,31 +203,17 @@ class LanguageModelEmbedding(nn.Cell):
         self._tp, self._first, self._end = shard.context.tp, *shard.vocab
         self.word_embeddings = nn.Cell()
         self.word_embeddings.weight = empty_parameter(self._end - self._first, shard.config.hidden_size)
-        self._packed: ops.PackedWeight | None = None
 
     @property
     def table(self) -> Tensor | ops.PackedWeight:
         """A row for each id that this process holds, ``[., H]``."""
-        return self.word_embeddings.weight if self._packed is None else self._packed
+        return self.word_embeddings.weight if self.packed is None else self.packed
 
     def construct(self, ids: Tensor) -> Tensor:
         """Maps int32 ids of any shape to float32 ``[..., H]``."""
         if self._tp.size == 1:
             return ops.embedding(ids, self.table)
         return self._tp.all_reduce(ops.embedding_part(ids, self.table, self._first))
-
-    def pack(self, name: str, values: np.ndarray, dtype: str) -> bool:
-        """See `Packable.pack`."""
-        self._packed = ops.PackedWeight(values, dtype)
-        return True
-
-    def unpack(self, name: str) -> np.ndarray | None:
-        """See `Packable.unpack`."""
-        return None if self._packed is None else all_rows(self._packed)
-
-    def packed_weights(self) -> Sequence[ops.PackedWeight]:
-        """See `Packable.packed_weights`."""
-        return () if self._packed is None else (self._packed,)
 
 
 def initial_values(parameter: Parameter, std: float, residual_std: float, generator: np.random.Generator) -> np.ndarray:

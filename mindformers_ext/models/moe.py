@@ -12,7 +12,7 @@ from mindformers_ext import ops
 from mindformers_ext.models.config import MoEConfig, TransformerConfig
 from mindformers_ext.models.context import ForwardContext
 from mindformers_ext.models.expert_parallel import TokenExchange
-from mindformers_ext.models.layers import MLP, Linear, all_rows, empty_parameter
+from mindformers_ext.models.layers import MLP, Linear, PackableMatrix, empty_parameter
 from mindformers_ext.models.shard import ModelShard
 
 
@@ -58,7 +58,7 @@ class MoELayer(nn.Cell):
         return ops.experts(x, ids, factors, *self.experts.weights, self.clamp_value)
 
 
-class Router(nn.Cell):
+class Router(PackableMatrix, nn.Cell):
     """Chooses the experts of each token, by the scores of a linear layer or by a table."""
 
     packable = ("weight",)
@@ -67,7 +67,6 @@ class Router(nn.Cell):
     def __init__(self, config: TransformerConfig, moe: MoEConfig, hashed: bool) -> None:
         super().__init__()
         self.weight = empty_parameter(moe.num_moe_experts, config.hidden_size)
-        self._packed: ops.PackedWeight | None = None
         self.tid2eid = None
         if hashed:
             experts = moe.num_moe_experts
@@ -90,21 +89,8 @@ class Router(nn.Cell):
         chosen = None
         if self.tid2eid is not None:
             chosen = self.tid2eid.asnumpy()[context.input_ids.asnumpy().reshape(-1)]
-        logits = ops.linear(x, self.weight if self._packed is None else self._packed)
+        logits = ops.linear(x, self.weight if self.packed is None else self.packed)
         return ops.route(logits, self.routing, bias, chosen, context.real_rows)
-
-    def pack(self, name: str, values: np.ndarray, dtype: str) -> bool:
-        """See `Packable.pack`."""
-        self._packed = ops.PackedWeight(values, dtype)
-        return True
-
-    def unpack(self, name: str) -> np.ndarray | None:
-        """See `Packable.unpack`."""
-        return None if self._packed is None else all_rows(self._packed)
-
-    def packed_weights(self) -> Sequence[ops.PackedWeight]:
-        """See `Packable.packed_weights`."""
-        return () if self._packed is None else (self._packed,)
 
 
 class Experts(nn.Cell):

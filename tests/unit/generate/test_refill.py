@@ -127,6 +127,25 @@ def test_records_that_come_later_share_the_beginning_of_those_before(family):
     assert stats.shared_tokens >= 4 * len(header)
 
 
+def test_a_failure_frees_the_shared_beginnings():
+    model, stats = load("qwen3"), GenerationStats()
+    prefixes, calls = PrefixCache(model, stats, least=4), []
+
+    def fail_late():
+        calls.append(None)
+        if len(calls) == 4:
+            raise MemoryError
+
+    batch = RefilledBatch(model, GenerationConfig(max_new_tokens=9), 2, stats, None, lambda: fail_late, prefixes)
+    prompts = [[*range(1, 20), 3], [*range(1, 20), 4, 5]]
+    with pytest.raises(MemoryError):
+        batch.advance(prompts, [0, 1])
+    assert stats.prefix_bytes > 0 and not prefixes._kept
+    batch.reset(2)
+    found = dict(batch.advance(prompts, [0, 1]))
+    assert [found[index][0] for index in (0, 1)] == in_batches(model, prompts, GenerationConfig(max_new_tokens=9), 1)
+
+
 def test_a_number_of_steps_ends_a_stretch_whatever_is_done():
     model, prompts = Hashed(4), prompts_of(15, 9, longest=6)
     config = GenerationConfig(max_new_tokens=20, eos_token_id=[2])
