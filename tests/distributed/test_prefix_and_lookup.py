@@ -1,34 +1,18 @@
 """Shared prefixes and prompt lookup change no row in any layout."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.distributed
 
-LAUNCHER = Path(__file__).parents[2] / "scripts" / "msrun_launcher.sh"
-JOB = Path(__file__).parent / "jobs" / "prefix_job.py"
-
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory, launch_job):
     """The job's module, the folders of a job of 2 ranks and of one process without either, and the job's log."""
     many, one = tmp_path_factory.mktemp("many"), tmp_path_factory.mktemp("one")
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", str(LAUNCHER), f"python {JOB} {many}", "2"],
-        cwd=many, env=env, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    sys.path.insert(0, str(JOB.parent))
-    try:
-        import prefix_job
-    finally:
-        sys.path.pop(0)
+    prefix_job, _ = launch_job("prefix_job", many, 2)
     for family in {family for family, *_ in prefix_job.RUNS}:
         prefix_job.predict(one, family, family, {}, 2, {}, False)
     return prefix_job, many, one, (many / "output/msrun_log/worker_0.log").read_text()

@@ -1,36 +1,20 @@
 """Scores do not depend on the layout."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.distributed
 
-LAUNCHER = Path(__file__).parents[2] / "scripts" / "msrun_launcher.sh"
-JOB = Path(__file__).parent / "jobs" / "scores_job.py"
 DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def job(tmp_path_factory, launch_job):
     """The module of the job, and the folder of its files."""
     folder = tmp_path_factory.mktemp("scores")
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", str(LAUNCHER), f"python {JOB} {folder}", "4"],
-        cwd=folder, env=env, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    sys.path.insert(0, str(JOB.parent))
-    try:
-        import scores_job
-    finally:
-        sys.path.pop(0)
-    return scores_job, folder
+    return launch_job("scores_job", folder, 4)[0], folder
 
 
 def rows(folder, family, layout, task):

@@ -1,37 +1,20 @@
 """Records that do not divide by ranks, answers that end at different steps, and seeds: as on one process."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.distributed
 
-LAUNCHER = Path(__file__).parents[2] / "scripts" / "msrun_launcher.sh"
-JOB = Path(__file__).parent / "jobs" / "records_job.py"
-
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(tmp_path_factory, launch_job):
     """The folders of a job of 4 ranks and of one process, after them, and what the job printed."""
     many, one = tmp_path_factory.mktemp("many"), tmp_path_factory.mktemp("one")
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", str(LAUNCHER), f"python {JOB} {many}", "4"],
-        cwd=many, env=env, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    sys.path.insert(0, str(JOB.parent))
-    try:
-        import records_job
-    finally:
-        sys.path.pop(0)
+    records_job, printed = launch_job("records_job", many, 4)
     for name in records_job.RUNS:
         records_job.run(one, name, {})
-    return many, one, done.stdout
+    return many, one, printed
 
 
 @pytest.mark.parametrize(

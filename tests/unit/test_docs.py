@@ -35,9 +35,14 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     texts = [{"text": f"{a} + {a} = {2 * a}, and so on, and so on"} for a in range(40)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    predict, train = blocks(README, "yaml")
+    predict, train, score, judge, evaluate = blocks(README, "yaml")
     (tmp_path / "predict.yaml").write_text(predict)
-    (tmp_path / "train.yaml").write_text(train)
+    (tmp_path / "train.yaml").write_text(train + evaluate)
+    (tmp_path / "score.yaml").write_text(score)
+    (tmp_path / "judge.yaml").write_text(judge)
+    questions = [{"instruction": "1 + 1 =", "choices": [" 2", " 3"], "answer": 0}]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    (tmp_path / "dev.jsonl").write_text("\n".join(json.dumps(prompt | {"answer": "2"}) for prompt in prompts))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -60,9 +65,19 @@ def test_the_predict_yaml_and_its_command(folder):
     assert list(shown)[:3] == list(rows[0])[:3] and list(shown)[-3:] == list(rows[0])[-3:]
 
 
-def test_the_train_yaml_and_the_folder_that_it_saves(folder):
+def test_the_yamls_that_score_and_judge(folder):
+    for name, output, key in (("score", "scores.jsonl", "acc"), ("judge", "answers.jsonl", "exact_match")):
+        result = run([sys.executable, "run_mindformer.py", "--config", f"{name}.yaml"])
+        assert result.returncode == 0, result.stderr
+        assert f'"{key}"' in (folder / f"{output}.metrics.json").read_text()
+    result = run([sys.executable, "-m", "mindformers_ext.predict.report", "answers.jsonl"])
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_train_yaml_the_folder_that_it_saves_and_its_evaluation(folder):
     result = run([sys.executable, "run_mindformer.py", "--config", "train.yaml", "--training.steps", "2"])
     assert result.returncode == 0, result.stderr
+    assert (folder / "output" / "evaluation" / "eval_step_2.jsonl").exists()
     arguments = ["--load_checkpoint", "output/checkpoint", "--predict_data", "What is 2 + 3?"]
     result = run([sys.executable, "run_mindformer.py", "--config", "predict.yaml", *arguments])
     assert result.returncode == 0, result.stderr
