@@ -24,7 +24,11 @@ SOURCES = [*sorted((ROOT / "mindformers_ext").rglob("*.py")), ROOT / "run_mindfo
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "torch", "runpy", "code"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 # Places that import by name, and whose name it is.
-IMPORTERS = {"run_mindformer.py": "--register_path", "callbacks.py": "callbacks[].type of the user's YAML"}
+IMPORTERS = {
+    "run_mindformer.py": "--register_path",
+    "callbacks.py": "callbacks[].type of the user's YAML",
+    "answer_metrics.py": "predict.metrics[].function of the user's YAML",
+}
 MARK = "zebra9173"
 
 

@@ -176,8 +176,13 @@ def test_an_interrupt_of_a_run_without_output_is_an_interrupt(monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(inference, "generate_rows", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.inference(output="")
+    # A shell ignores the signal in what it starts in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.inference(output="")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert os.listdir() == []
 
 
