@@ -126,7 +126,8 @@ def predict(checkpoint: pathlib.Path, decoding: str, output: pathlib.Path, long:
             "output": str(output),
         },
         "generation": DECODINGS[decoding],
-        "predict": {"progress": False, "resume": False},
+        # The shares of a cache are those of batches: a row that joins one brings a cache of its own.
+        "predict": {"progress": False, "resume": False, "refill": not long},
     }
     Trainer(config).inference(collect=False)
 

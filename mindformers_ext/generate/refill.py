@@ -46,6 +46,9 @@ def refill_obstacle(model: Any, config: GenerationConfig, num_prompts: int) -> s
         return "prompt lookup takes a batch from its beginning to its end"
     if config.max_time is not None:
         return "max_time counts from the beginning of a batch"
+    shard = getattr(model, "model_shard", None)
+    if shard is not None and shard.context.cp.size > 1:
+        return "under context parallelism a process would come to keep more than its part of the cache"
     accepted = inspect.signature(model.construct).parameters
     missing = [name for name in ("attention_mask", "position_ids") if name not in accepted]
     if missing:

@@ -153,10 +153,10 @@ def check_unreadable():
 
     original = module.load_model_weights
 
-    def load(model, path, share):
+    def load(model, path, *options):
         if rank() == 1:
             raise PermissionError(13, "Permission denied", f"{path}/model.safetensors")
-        return original(model, path, share)
+        return original(model, path, *options)
 
     trainer = build("tp2")
     module.load_model_weights = load

@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -205,6 +206,9 @@ def test_what_is_not_possible_says_why():
     assert "lookup" in refill_obstacle(Sum(), GenerationConfig(prompt_lookup_num_tokens=3), 8)
     assert "max_time" in refill_obstacle(Sum(), GenerationConfig(max_time=9.0), 8)
     assert "takes no attention_mask" in refill_obstacle(Unmasked(), GenerationConfig(), 8)
+    split = Sum()
+    split.model_shard = SimpleNamespace(context=SimpleNamespace(cp=SimpleNamespace(size=2)))
+    assert "more than its part of the cache" in refill_obstacle(split, GenerationConfig(), 8)
     many = GenerationConfig(output_logprobs=1000, max_new_tokens=4096)
     assert refill_obstacle(Sum(), many, 4) is None
     assert "output_logprobs 1000 of 8 prompts" in refill_obstacle(Sum(), many, 8)
