@@ -49,11 +49,12 @@ __attribute__((noinline)) void weights_of(float* scores, const float* bias, floa
 template <int M>
 void mix(const float* weights, int64_t stride, const float* values, int64_t begin, int64_t end, int64_t dim,
          float* const* out) {
-  constexpr int W = M <= 2 ? 4 : 2;
+  constexpr int W = (M <= 2 ? 4 : 2) * (kLanes == 16 ? 2 : 1);
   int64_t at = 0;
   for (; at + W * kLanes <= dim; at += W * kLanes) {
     vec acc[M][W] = {};
     for (int64_t slot = begin; slot < end; ++slot) {
+      fetch_ahead(values + slot * dim + at, W * kLanes);
       vec parts[W];
       for (int v = 0; v < W; ++v) parts[v] = load(values + slot * dim + at + v * kLanes);
       for (int i = 0; i < M; ++i) {
@@ -93,9 +94,13 @@ void attend(const float* query, const float* keys, const float* values, const Se
     begin = std::min(begin, seen[i].begin);
     end = std::max(end, seen[i].end);
   }
+  constexpr int R = M <= 2 ? 4 : 2;
   int64_t slot = begin;
-  for (; slot + 2 <= end; slot += 2) dot_block<M, 2>(query, keys + slot * dim, nullptr, scores + slot, slots, dim);
-  if (slot < end) dot_block<M, 1>(query, keys + slot * dim, nullptr, scores + slot, slots, dim);
+  for (; slot + R <= end; slot += R) {
+    fetch_ahead(keys + slot * dim, R * dim);
+    dot_block<M, R>(query, keys + slot * dim, nullptr, scores + slot, slots, dim);
+  }
+  for (; slot < end; ++slot) dot_block<M, 1>(query, keys + slot * dim, nullptr, scores + slot, slots, dim);
   for (int i = 0; i < M; ++i) {
     float* row = scores + i * slots;
     std::fill(row + begin, row + seen[i].begin, 0.0f);

@@ -124,9 +124,10 @@ def _library_path() -> pathlib.Path:
         OSError: no compiler, or no folder to write to.
         subprocess.SubprocessError: the compiler does not run.
     """
-    version = subprocess.run([*_compiler(), "--version"], check=True, capture_output=True, timeout=_COMPILE_SECONDS)
+    compiler = _compiler()
+    version = subprocess.run([*compiler, "--version"], check=True, capture_output=True, timeout=_COMPILE_SECONDS)
     sources = b"|".join(path.read_bytes() for path in (*_HEADERS, *_SOURCES))
-    parts = (sources, " ".join(_FLAGS).encode(), version.stdout, _processor().encode())
+    parts = (sources, shlex.join([*compiler, *_FLAGS]).encode(), version.stdout, _processor().encode())
     return _cache_folder() / f"kernels-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
 
 

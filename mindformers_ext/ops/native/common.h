@@ -36,6 +36,13 @@ typedef int32_t ivec __attribute__((vector_size(4 * kLanes), aligned(4), may_ali
 inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
 inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
 
+// Asks for what lies a page behind `count` elements that are read now: a processor's own prefetching ends with each page.
+template <class T>
+inline void fetch_ahead(const T* p, int64_t count) {
+  const char* from = reinterpret_cast<const char*>(p) + 4096;
+  for (int64_t at = 0; at < count * static_cast<int64_t>(sizeof(T)); at += 64) __builtin_prefetch(from + at);
+}
+
 // One value in all lanes. Not `vec{} + value`, which is an addition, as it turns -0 into 0.
 inline vec spread(float value) {
 #if defined(__AVX512F__)
@@ -73,11 +80,20 @@ inline void store_part(float* p, vec v, int64_t count) {
   for (int i = 0; i < count; ++i) p[i] = v[i];
 }
 
+// The lanes' sum, halves added to halves.
 inline float sum(vec v) {
-  for (int width = kLanes / 2; width; width /= 2) {
-    for (int i = 0; i < width; ++i) v[i] += v[i + width];
-  }
-  return v[0];
+#if defined(__AVX__)
+#if defined(__AVX512F__)
+  const __m256 eight = _mm512_castps512_ps256(v) + _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
+#else
+  const __m256 eight = v;
+#endif
+  const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
+  const __m128 two = four + _mm_movehl_ps(four, four);
+  return two[0] + two[1];
+#else
+  return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
 }
 
 // exp to 2 ulp: 2^n exp(r) with |r| <= ln(2) / 2, exp(r) by its Taylor polynomial of degree 7; 0 below -87.3 and inf

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mindspore import Tensor
 
+from mindformers_ext.ops.memory import aligned_zeros
 from mindformers_ext.ops.native import _dense, _kernels, _pointer
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
 ORDERS = {"plain": 0, "alternate": 1, "beside": 2}
 _TYPES = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
-_ALIGNMENT = 64
 _local = threading.local()
 
 
@@ -69,7 +69,7 @@ class PackedWeight:
         units = rows if order == "plain" else rows // 2
         per_panel = self._lanes if order == "plain" else self._lanes // 2
         self._padded = -(-units // per_panel) * self._lanes
-        self._panels = _aligned(self._padded * depth, _TYPES[dtype])
+        self._panels = aligned_zeros((self._padded * depth,), _TYPES[dtype])
         self._scale = np.zeros(self._padded, np.float32) if dtype == "int8" else None
         self._bias: np.ndarray | None = None
         self._matrix = _Matrix(
@@ -364,16 +364,8 @@ def _scratch(count: int) -> int:
     """Returns the address of ``count`` floats, which this thread keeps for the next call."""
     kept: np.ndarray | None = getattr(_local, "scratch", None)
     if kept is None or kept.size < count:
-        kept = _local.scratch = _aligned(count, np.float32)
+        kept = _local.scratch = aligned_zeros((count,))
     return int(kept.ctypes.data)
-
-
-def _aligned(count: int, dtype: type) -> np.ndarray:
-    """Returns memory whose vectors do not lie across two lines of the cache."""
-    size = count * np.dtype(dtype).itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(dtype)
 
 
 def _address(array: np.ndarray | None) -> int | None:

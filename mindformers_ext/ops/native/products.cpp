@@ -8,15 +8,14 @@ using namespace mfx;
 
 typedef uint32_t uvec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
-// Most rows of x in one register tile, whose accumulators are two registers a row.
+// Most rows of x in one register tile, whose accumulators are two registers a row; and how many of them are read where
+// they are, while more are brought into the order in which tiles read them.
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kTileRows = 12;
+constexpr int kTileRows = 12, kDirectRows = 8;
 #else
-constexpr int kTileRows = 6;
+constexpr int kTileRows = 6, kDirectRows = 4;
 #endif
-// Up to so many rows are read where they are; more are brought into the order in which tiles read them.
-constexpr int kDirectRows = 4;
-// A block of a panel, widened, and the rows of x beside it stay in the first cache.
+// A block of a panel and the rows of x beside it stay in the first cache.
 constexpr int64_t kBlockDepth = kLanes == 16 ? 128 : 256;
 // Rows of x whose accumulators are kept at a time.
 constexpr int64_t kBlockRows = 240;
@@ -68,7 +67,9 @@ inline void tile(const float* x, int64_t stride, const W* w, int64_t panel_size,
   }
   for (int64_t at = 0; at < depth; ++at) {
     for (int r = 0; r < R; ++r) {
-      const Pair weights = widen(w + r * panel_size + at * kPanel);
+      const W* from = w + r * panel_size + at * kPanel;
+      fetch_ahead(from, kPanel);
+      const Pair weights = widen(from);
       for (int i = 0; i < M; ++i) {
         const vec value = spread(kPacked ? x[at * M + i] : x[i * stride + at]);
         first[r][i] = multiply_add(value, weights.first, first[r][i]);
@@ -137,13 +138,11 @@ void stream(const Matrix& w, const float* x, float* out, int64_t begin, int64_t 
   }
 }
 
-template <class W>
+template <class W, int M = kDirectRows>
 void few_rows(const Matrix& w, const float* x, float* out, int64_t m, int64_t begin, int64_t end, float bound) {
-  switch (m) {
-    case 1: return stream<1, W>(w, x, out, begin, end, bound);
-    case 2: return stream<2, W>(w, x, out, begin, end, bound);
-    case 3: return stream<3, W>(w, x, out, begin, end, bound);
-    default: return stream<4, W>(w, x, out, begin, end, bound);
+  if constexpr (M > 0) {
+    if (m == M) return stream<M, W>(w, x, out, begin, end, bound);
+    few_rows<W, M - 1>(w, x, out, m, begin, end, bound);
   }
 }
 
@@ -154,16 +153,20 @@ struct Tiles {
   int64_t first_row(int64_t t) const { return rows * t / count; }
 };
 
-// Brings the rows of tiles [begin, end) into the order [block of depth][depth][rows of the tile].
-void pack_rows(const float* x, float* packed, const Tiles& tiles, int64_t depth, int64_t begin, int64_t end) {
-  for (int64_t t = begin; t < end; ++t) {
-    const int64_t first = tiles.first_row(t), count = tiles.first_row(t + 1) - first;
-    float* to = packed + first * depth;
-    for (int64_t i = 0; i < count; ++i) {
-      const float* from = x + (first + i) * depth;
-      for (int64_t at = 0; at < depth; ++at) to[at * count + i] = from[at];
+// Brings the rows of all tiles into the order [tile][depth][rows of the tile].
+void pack_rows(const float* x, float* packed, const Tiles& tiles, int64_t depth) {
+  const int64_t parts = (depth + kBlockDepth - 1) / kBlockDepth;
+  parallel(tiles.count * parts, 2 * kTileRows * kBlockDepth, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t t = item / parts, from = item % parts * kBlockDepth, to = std::min(from + kBlockDepth, depth);
+      const int64_t first = tiles.first_row(t), count = tiles.first_row(t + 1) - first;
+      for (int64_t i = 0; i < count; ++i) {
+        const float* row = x + (first + i) * depth;
+        float* place = packed + first * depth + i;
+        for (int64_t at = from; at < to; ++at) place[at * count] = row[at];
+      }
     }
-  }
+  }, true);
 }
 
 template <class W, int M = kTileRows>
@@ -181,31 +184,18 @@ void many_rows(const Matrix& w, const float* packed, float* out, const Tiles& ti
   const int64_t size = w.depth * kPanel, outputs = num_outputs(w);
   const W* panels = static_cast<const W*>(w.panels);
   alignas(64) float acc[kBlockRows * kPanel];
-  alignas(64) float wide[kBlockDepth * kPanel];
   const int64_t group = kBlockRows / kTileRows;  // tiles at a time
+  const int64_t block_depth = tiles.count == 1 ? w.depth : kBlockDepth;
   for (int64_t t0 = 0; t0 < tiles.count; t0 += group) {
     const int64_t t1 = std::min(t0 + group, tiles.count), base = tiles.first_row(t0);
     for (int64_t panel = begin; panel < end; ++panel) {
-      for (int64_t at = 0; at < w.depth; at += kBlockDepth) {
-        const int64_t part = std::min(kBlockDepth, w.depth - at);
+      for (int64_t at = 0; at < w.depth; at += block_depth) {
+        const int64_t part = std::min(block_depth, w.depth - at);
         const W* block = panels + panel * size + at * kPanel;
-        const bool widen_once = sizeof(W) < 4 && t1 - t0 > 2;
-        if (widen_once) {
-          for (int64_t i = 0; i < part; ++i) {
-            const Pair values = widen(block + i * kPanel);
-            store(wide + i * kPanel, values.first);
-            store(wide + i * kPanel + kLanes, values.second);
-          }
-        }
         for (int64_t t = t0; t < t1; ++t) {
           const int64_t first = tiles.first_row(t), rows = tiles.first_row(t + 1) - first;
           const float* x = packed + first * w.depth + at * rows;
-          float* sums = acc + (first - base) * kPanel;
-          if (widen_once) {
-            packed_tile<float>(rows, x, wide, part, sums, at > 0);
-          } else {
-            packed_tile<W>(rows, x, block, part, sums, at > 0);
-          }
+          packed_tile(rows, x, block, part, acc + (first - base) * kPanel, at > 0);
         }
       }
       for (int64_t i = base; i < tiles.first_row(t1); ++i) {
@@ -224,9 +214,7 @@ void product_of(const Matrix& w, const float* x, float* out, int64_t m, float* s
     return;
   }
   const Tiles tiles(m);
-  parallel(tiles.count, kTileRows * w.depth, [&](int64_t begin, int64_t end) {
-    pack_rows(x, scratch, tiles, w.depth, begin, end);
-  }, true);
+  pack_rows(x, scratch, tiles, w.depth);
   parallel(num_panels(w), m * w.depth * kPanel, [&](int64_t begin, int64_t end) {
     many_rows<W>(w, scratch, out, tiles, begin, end, bound);
   }, true);
