@@ -54,9 +54,11 @@ void mix(const float* weights, int64_t stride, const float* values, int64_t begi
   for (; at + W * kLanes <= dim; at += W * kLanes) {
     vec acc[M][W] = {};
     for (int64_t slot = begin; slot < end; ++slot) {
-      fetch_ahead(values + slot * dim + at, W * kLanes);
       vec parts[W];
-      for (int v = 0; v < W; ++v) parts[v] = load(values + slot * dim + at + v * kLanes);
+      for (int v = 0; v < W; ++v) {
+        fetch_ahead(values + slot * dim + at + v * kLanes, kLanes);
+        parts[v] = load(values + slot * dim + at + v * kLanes);
+      }
       for (int i = 0; i < M; ++i) {
         const vec weight = spread(weights[i * stride + slot]);
         for (int v = 0; v < W; ++v) acc[i][v] = multiply_add(weight, parts[v], acc[i][v]);
@@ -96,10 +98,7 @@ void attend(const float* query, const float* keys, const float* values, const Se
   }
   constexpr int R = M <= 2 ? 4 : 2;
   int64_t slot = begin;
-  for (; slot + R <= end; slot += R) {
-    fetch_ahead(keys + slot * dim, R * dim);
-    dot_block<M, R>(query, keys + slot * dim, nullptr, scores + slot, slots, dim);
-  }
+  for (; slot + R <= end; slot += R) dot_block<M, R>(query, keys + slot * dim, nullptr, scores + slot, slots, dim);
   for (; slot < end; ++slot) dot_block<M, 1>(query, keys + slot * dim, nullptr, scores + slot, slots, dim);
   for (int i = 0; i < M; ++i) {
     float* row = scores + i * slots;

@@ -242,7 +242,10 @@ inline void dot_block(const float* x, const float* w, const float* bias, float* 
   int64_t at = 0;
   for (; at + kLanes <= k; at += kLanes) {
     vec weights[R];
-    for (int j = 0; j < R; ++j) weights[j] = load(w + j * k + at);
+    for (int j = 0; j < R; ++j) {
+      fetch_ahead(w + j * k + at, kLanes);
+      weights[j] = load(w + j * k + at);
+    }
     for (int i = 0; i < M; ++i) {
       const vec row = load(x + i * k + at);
       for (int j = 0; j < R; ++j) acc[i][j] = multiply_add(row, weights[j], acc[i][j]);
