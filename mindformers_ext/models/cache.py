@@ -11,7 +11,6 @@ import numpy as np
 from mindspore import Tensor
 
 from mindformers_ext import ops
-from mindformers_ext.ops.memory import aligned_zeros
 from mindformers_ext.parallel.collectives import Group
 
 # Buffers start at this many slots and double: attention never reads more than twice what is filled.
@@ -209,7 +208,7 @@ class SlotState(LayerState):
 
     def _resized(self, buffer: Tensor, capacity: int) -> Tensor:
         batch, heads, _, dim = buffer.shape
-        grown = aligned_zeros((batch, heads, capacity, dim))
+        grown = np.zeros((batch, heads, capacity, dim), np.float32)
         grown[:, :, : self.length] = buffer.asnumpy()[:, :, : self.length]
         return Tensor.from_numpy(grown)
 
@@ -312,4 +311,4 @@ def _is_state(value: Any) -> bool:
 
 def zeros(*shape: int) -> Tensor:
     """Returns float32 zeros of a shape, in memory of their own."""
-    return Tensor.from_numpy(aligned_zeros(shape))
+    return Tensor.from_numpy(np.zeros(shape, np.float32))

@@ -1,4 +1,4 @@
-"""Memory of large arrays that every step reads: on huge pages, so that addresses are looked up less often."""
+"""Memory of arrays that stay and that every step reads: on huge pages, so that addresses are looked up less often."""
 
 from __future__ import annotations
 
