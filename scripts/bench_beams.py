@@ -12,7 +12,13 @@ import json
 import statistics
 from typing import Any
 
-from bench_generate import SHAPE, machine, prompts_of  # type: ignore[import-not-found]
+from bench_generate import (  # type: ignore[import-not-found]
+    SHAPE,
+    add_weight_dtype,
+    machine,
+    prompts_of,
+    random_model,
+)
 
 
 def step_ms(model: Any, prompts: list[list[int]], options: argparse.Namespace, num_beams: int) -> float:
@@ -36,17 +42,12 @@ def main() -> None:
     parser.add_argument("--new_tokens", type=int, default=9)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--shape", type=json.loads, default={}, help="JSON that overrides keys of the shape")
+    add_weight_dtype(parser)
     options = parser.parse_args()
 
-    from mindformers_ext.models import transformer_config
-    from mindformers_ext.models.gpt_model import GPTModel
-    from mindformers_ext.runtime import setup_runtime
-
-    setup_runtime("CPU")
     shape = SHAPE | options.shape
-    model = GPTModel(transformer_config({"model_type": "qwen3", **shape}))
-    model.init_weights(0)
-    print(f"{machine()}; float32, prompt {options.prompt_length}, median of {options.runs} runs")
+    model = random_model("qwen3", options.weight_dtype, **shape)
+    print(f"{machine()}; {options.weight_dtype}, prompt {options.prompt_length}, median of {options.runs} runs")
     print(f"{'batch':>5}  {'beams':>5}  {'beam step ms':>12}  {'greedy step ms':>14}  {'ratio':>5}")
     results = []
     for batch in options.batch_sizes:
@@ -55,7 +56,8 @@ def main() -> None:
             beam = step_ms(model, prompts_of(batch, options.prompt_length, shape["vocab_size"]), options, beams)
             results.append({"batch_size": batch, "num_beams": beams, "beam_ms": beam, "greedy_ms": greedy})
             print(f"{batch:>5}  {beams:>5}  {beam:>12.1f}  {greedy:>14.1f}  {beam / greedy:>5.2f}", flush=True)
-    print(json.dumps({"machine": machine(), "runs": options.runs, "results": results}))
+    summary = {"machine": machine(), "weight_dtype": options.weight_dtype, "runs": options.runs, "results": results}
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ SHAPE: dict[str, Any] = {  # Qwen3-0.6B
     "tie_word_embeddings": True,
 }
 
+WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
 # One run: prompts of equal length -> (seconds of prefill, seconds of each decode step).
 Run = Callable[[list[list[int]], int], tuple[float, list[float]]]
 _MISSING = "--plot needs matplotlib: pip install 'mindformers_ext[bench]'"
@@ -54,6 +55,31 @@ def shape_of(family: str) -> dict[str, Any]:
     return dict(SHAPES[family])
 
 
+def random_model(family: str, weight_dtype: str, **shape: Any) -> Any:
+    """Returns a model with random weights, which it keeps as a prediction does.
+
+    Args:
+        family: the type of the model.
+        weight_dtype: see ``checkpoint.weight_dtype``.
+        shape: keys of its config.json.
+    """
+    from mindformers_ext.models import transformer_config
+    from mindformers_ext.models.gpt_model import GPTModel
+    from mindformers_ext.runtime import setup_runtime
+
+    setup_runtime("CPU")
+    model = GPTModel(transformer_config({"model_type": family, **shape}))
+    model.prepare_prediction(weight_dtype)
+    model.init_weights(0)
+    model.set_train(False)
+    return model
+
+
+def add_weight_dtype(parser: argparse.ArgumentParser) -> None:
+    """Adds the option of scripts that measure one type of weights."""
+    parser.add_argument("--weight_dtype", choices=WEIGHT_DTYPES, default="float32", help="what weights are kept as")
+
+
 class Ours:
     """This package's model with random weights in one type.
 
@@ -62,16 +88,8 @@ class Ours:
     """
 
     def __init__(self, family: str, weight_dtype: str) -> None:
-        from mindformers_ext.models import transformer_config
-        from mindformers_ext.models.gpt_model import GPTModel
-        from mindformers_ext.runtime import setup_runtime
-
-        setup_runtime("CPU")
         self.shape = shape_of(family)
-        self.model = GPTModel(transformer_config({"model_type": family, **self.shape}))
-        self.model.prepare_prediction(weight_dtype)
-        self.model.init_weights(0)
-        self.model.set_train(False)
+        self.model = random_model(family, weight_dtype, **self.shape)
         embedding = self.model.embedding.table
         read_whole = self.shape.get("tie_word_embeddings", False)
         self.packed = [w for w in self.model.packed_weights() if w is not embedding or read_whole]
@@ -363,7 +381,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt_lengths", type=int, nargs="+", default=[64])
     parser.add_argument("--new_tokens", type=int, default=32)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--weight_dtypes", nargs="+", choices=["float32", "bfloat16", "int8"], default=["bfloat16"])
+    parser.add_argument("--weight_dtypes", nargs="+", choices=WEIGHT_DTYPES, default=["bfloat16"])
     parser.add_argument("--shape", type=json.loads, default={}, help="JSON that overrides keys of the shape of qwen3")
     parser.add_argument("--compare", choices=["transformers"])
     parser.add_argument("--peer_python", default=sys.executable, help="interpreter that has torch and transformers")

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from bench_generate import machine, prompts_of  # type: ignore[import-not-found]
+from bench_generate import add_weight_dtype, machine, prompts_of, random_model  # type: ignore[import-not-found]
 
 COMMON: dict[str, Any] = {
     "vocab_size": 4096,
@@ -84,17 +84,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 _CHUNK = 512
 
 
-def build(family: str) -> Any:
-    """Returns a random model of a family."""
-    from mindformers_ext.models import transformer_config
-    from mindformers_ext.models.gpt_model import GPTModel
-
-    model = GPTModel(transformer_config({"model_type": family, **SHAPES[family]}))
-    model.init_weights(0)
-    model.set_train(False)
-    return model
-
-
 def measure(model: Any, batch_size: int, prompt_length: int, options: argparse.Namespace) -> dict[str, float]:
     """Returns the milliseconds of a decode step, and the bytes of the cache for each token in it."""
     from mindspore import Tensor, _no_grad
@@ -141,17 +130,15 @@ def main() -> None:
     parser.add_argument("--prompt_lengths", type=int, nargs="+", default=[64, 512, 2048])
     parser.add_argument("--steps", type=int, default=8, help="decode steps of a run")
     parser.add_argument("--runs", type=int, default=5)
+    add_weight_dtype(parser)
     options = parser.parse_args()
 
-    from mindformers_ext.runtime import setup_runtime
-
-    setup_runtime("CPU")
-    print(f"{machine()}; float32, hidden size {COMMON['hidden_size']}, {COMMON['num_hidden_layers']} layers, ", end="")
-    print(f"median of {options.runs} runs of {options.steps} steps\n")
+    print(f"{machine()}; {options.weight_dtype}, hidden size {COMMON['hidden_size']}, ", end="")
+    print(f"{COMMON['num_hidden_layers']} layers, median of {options.runs} runs of {options.steps} steps\n")
     print(header(options.prompt_lengths), flush=True)
     results: list[dict[str, Any]] = []
     for family in options.families:
-        model = build(family)
+        model = random_model(family, options.weight_dtype, **SHAPES[family])
         for batch_size in options.batch_sizes:
             rows: list[dict[str, Any]] = [
                 {"family": family, "batch_size": batch_size, "prompt_length": length}
@@ -162,7 +149,8 @@ def main() -> None:
             print(table_row(rows), flush=True)
     shapes = {family: SHAPES[family] for family in options.families}
     print()
-    print(json.dumps({"machine": machine(), "runs": options.runs, "shapes": shapes, "results": results}))
+    summary = {"machine": machine(), "weight_dtype": options.weight_dtype, "runs": options.runs, "shapes": shapes}
+    print(json.dumps(summary | {"results": results}))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import statistics
 from typing import Any
 
 import numpy as np
-from bench_generate import SHAPE, machine  # type: ignore[import-not-found]
+from bench_generate import SHAPE, add_weight_dtype, machine, random_model  # type: ignore[import-not-found]
 
 _CODE = 384  # values of a token's code; 3 heads carry them
 _CONSTANT = 2 * _CODE  # where every token has the same value
@@ -102,16 +102,11 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=1)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--shape", type=json.loads, default={}, help="JSON that overrides keys of the shape")
+    add_weight_dtype(parser)
     options = parser.parse_args()
 
-    from mindformers_ext.models import transformer_config
-    from mindformers_ext.models.gpt_model import GPTModel
-    from mindformers_ext.runtime import setup_runtime
-
-    setup_runtime("CPU")
     shape = SHAPE | {"rope_theta": _THETA} | options.shape
-    model = GPTModel(transformer_config({"model_type": "qwen3", **shape}))
-    model.init_weights(0)
+    model = random_model("qwen3", options.weight_dtype, **shape)
     make_copier(model, np.random.default_rng(0))
     prompts, texts = make_prompts(options, shape["vocab_size"])
     timed(model, prompts[: options.batch_size], options, 2)  # warm-up
@@ -122,8 +117,9 @@ def main() -> None:
         plain_ids, steps = timed(model, prompts, options, None)
         plain.append(steps)
     right = sum(ids == text for ids, text in zip(plain_ids, texts, strict=True))
-    print(f"{machine()}; load {os.getloadavg()[0]:.1f}; float32, batches of {options.batch_size}, prompts of ", end="")
-    print(f"{len(prompts[0])} tokens, answers of {len(texts[0])}; {right} of {len(texts)} answers are the text")
+    print(f"{machine()}; load {os.getloadavg()[0]:.1f}; {options.weight_dtype}, ", end="")
+    print(f"batches of {options.batch_size}, prompts of {len(prompts[0])} tokens, answers of {len(texts[0])}; ", end="")
+    print(f"{right} of {len(texts)} answers are the text")
     print(f"{'':<14}  {'forwards':>8}  {'decode s':>8}  {'with prefill':>12}")
     figures = {}
     for name, runs in (("without", plain), ("prompt lookup", ahead)):
@@ -136,7 +132,7 @@ def main() -> None:
     print(f"{drafted.accepted_tokens} of {drafted.drafted_tokens} drafted tokens were chosen; ", end="")
     print(f"ratio of decode {ratios['decode_seconds']:.2f}, with prefill {ratios['seconds']:.2f}; ", end="")
     print(f"ids {'equal' if same else 'DIFFER'}")
-    keys = ("prompts", "spans", "span", "lookup", "batch_size", "runs")
+    keys = ("prompts", "spans", "span", "lookup", "batch_size", "runs", "weight_dtype")
     result = {"results": figures, "ratios": ratios, "same_ids": same, "right_answers": right}
     print(json.dumps({"machine": machine(), "shape": shape} | {key: getattr(options, key) for key in keys} | result))
     if not same:

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 import numpy as np
-from bench_generate import SHAPE, machine  # type: ignore[import-not-found]
+from bench_generate import SHAPE, add_weight_dtype, machine, random_model  # type: ignore[import-not-found]
 
 
 def make_prompts(options: argparse.Namespace, vocab_size: int) -> list[list[int]]:
@@ -53,16 +53,12 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--model", type=json.loads, default={"model_type": "qwen3"}, help="JSON of the model's keys")
     parser.add_argument("--shape", type=json.loads, default={}, help="JSON that overrides keys of the shape")
+    add_weight_dtype(parser)
     options = parser.parse_args()
 
-    from mindformers_ext.models import transformer_config
-    from mindformers_ext.models.gpt_model import GPTModel
-    from mindformers_ext.runtime import setup_runtime
-
-    setup_runtime("CPU")
     shape = SHAPE | options.shape
-    model = GPTModel(transformer_config({**options.model, **shape}))
-    model.init_weights(0)
+    keys = {"model_type": "qwen3", **options.model, **shape}
+    model = random_model(keys.pop("model_type"), options.weight_dtype, **keys)
     prompts = make_prompts(options, shape["vocab_size"])
     timed(model, prompts[:2], options, False)  # warm-up
     whole, shared = [], []
@@ -72,16 +68,16 @@ def main() -> None:
         seconds, whole_ids, _ = timed(model, prompts, options, False)
         whole.append(seconds)
     ratio = statistics.median(whole) / statistics.median(shared)
-    print(f"{machine()}; load {os.getloadavg()[0]:.1f}; float32, {len(prompts)} prompts of {options.header} + ", end="")
-    print(f"{options.rest} tokens, {options.new_tokens} new ones, batches of {options.batch_size}")
+    print(f"{machine()}; load {os.getloadavg()[0]:.1f}; {options.weight_dtype}, {len(prompts)} prompts of ", end="")
+    print(f"{options.header} + {options.rest} tokens, {options.new_tokens} new ones, batches of {options.batch_size}")
     print(f"each prompt as a whole  {statistics.median(whole):>8.1f} s, {stats.prefill_tokens} prompt tokens computed")
     computed = stats.prefill_tokens - stats.shared_tokens + stats.prefix_tokens
     print(f"the header once         {statistics.median(shared):>8.1f} s, {computed} prompt tokens computed, ", end="")
     print(f"{stats.prefix_bytes / 1e6:.0f} MB kept")
     print(f"ratio {ratio:.2f}; ids {'equal' if shared_ids == whole_ids else 'DIFFER'}")
-    keys = ("prompts", "header", "rest", "new_tokens", "batch_size", "runs")
+    shown = ("prompts", "header", "rest", "new_tokens", "batch_size", "runs", "weight_dtype")
     result = {"whole_seconds": whole, "shared_seconds": shared, "ratio": ratio, "same_ids": shared_ids == whole_ids}
-    print(json.dumps({"machine": machine(), "shape": shape} | {key: getattr(options, key) for key in keys} | result))
+    print(json.dumps({"machine": machine(), "shape": shape} | {key: getattr(options, key) for key in shown} | result))
     if shared_ids != whole_ids:
         raise SystemExit(1)
 

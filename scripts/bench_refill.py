@@ -19,7 +19,13 @@ import time
 from typing import Any
 
 import numpy as np
-from bench_generate import SHAPE, machine, prompts_of  # type: ignore[import-not-found]
+from bench_generate import (  # type: ignore[import-not-found]
+    SHAPE,
+    add_weight_dtype,
+    machine,
+    prompts_of,
+    random_model,
+)
 
 
 def draw_lengths(kind: str, count: int, shortest: int, longest: int, seed: int) -> list[int]:
@@ -135,20 +141,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the lengths")
+    add_weight_dtype(parser)
     options = parser.parse_args()
 
-    from mindformers_ext.models import transformer_config
-    from mindformers_ext.models.gpt_model import GPTModel
-    from mindformers_ext.runtime import setup_runtime
-
-    setup_runtime("CPU")
     shape = SHAPE | {"num_hidden_layers": options.layers}
-    model = GPTModel(transformer_config({"model_type": "qwen3", **shape}))
-    model.init_weights(0)
-    print(
-        f"{machine()}; float32, {options.layers} layers, batch {options.batch_size}, median of {options.runs} runs; ",
-        end="",
-    )
+    model = random_model("qwen3", options.weight_dtype, **shape)
+    print(f"{machine()}; {options.weight_dtype}, {options.layers} layers, batch {options.batch_size}, ", end="")
+    print(f"median of {options.runs} runs; ", end="")
     print(
         f"{options.records} records, prompt {options.prompt_length}, {options.shortest} to {options.longest} new tokens"
     )

@@ -13,7 +13,13 @@ import statistics
 import time
 from typing import Any
 
-from bench_generate import SHAPE, machine, prompts_of  # type: ignore[import-not-found]
+from bench_generate import (  # type: ignore[import-not-found]
+    SHAPE,
+    add_weight_dtype,
+    machine,
+    prompts_of,
+    random_model,
+)
 
 
 def seconds(model: Any, groups: list[Any], runs: int, share_prefix: bool) -> float:
@@ -36,18 +42,13 @@ def main() -> None:
     parser.add_argument("--choice_length", type=int, default=5)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--shape", type=json.loads, default={}, help="JSON that overrides keys of the shape")
+    add_weight_dtype(parser)
     options = parser.parse_args()
 
-    from mindformers_ext.models import transformer_config
-    from mindformers_ext.models.gpt_model import GPTModel
-    from mindformers_ext.runtime import setup_runtime
-
-    setup_runtime("CPU")
     shape = SHAPE | options.shape
-    model = GPTModel(transformer_config({"model_type": "qwen3", **shape}))
-    model.init_weights(0)
+    model = random_model("qwen3", options.weight_dtype, **shape)
     lengths = f"prompt {options.prompt_length}, {options.choices} choices of {options.choice_length} tokens"
-    print(f"{machine()}; float32, {lengths}, median of {options.runs} runs")
+    print(f"{machine()}; {options.weight_dtype}, {lengths}, median of {options.runs} runs")
     print(f"{'batch':>5}  {'shared s':>9}  {'apart s':>9}  {'ratio':>5}")
     results = []
     for batch in options.batch_sizes:
@@ -60,7 +61,8 @@ def main() -> None:
         shared, apart = (seconds(model, groups, options.runs, share) for share in (True, False))
         results.append({"batch_size": batch, "shared_seconds": shared, "apart_seconds": apart})
         print(f"{batch:>5}  {shared:>9.3f}  {apart:>9.3f}  {apart / shared:>5.2f}", flush=True)
-    print(json.dumps({"machine": machine(), "runs": options.runs, "lengths": lengths, "results": results}))
+    summary = {"machine": machine(), "weight_dtype": options.weight_dtype, "runs": options.runs, "lengths": lengths}
+    print(json.dumps(summary | {"results": results}))
 
 
 if __name__ == "__main__":

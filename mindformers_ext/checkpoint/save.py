@@ -201,21 +201,21 @@ def prune(newest: Path, save_max: int, written: list[Path]) -> None:
         written.remove(newest)
     written.append(newest)
     while len(written) > save_max:
-        oldest = written.pop(0)
-        try:
-            remove_folder(oldest)
-        except OSError as error:
-            logger.warning("could not delete the old checkpoint %s: %s", oldest, error)
+        _remove_old(written.pop(0))
 
 
 def keep_only(iteration: Path) -> None:
     """Removes the other iterations of a root; one that cannot be removed is told in the log."""
     for name in iterations_in(iteration.parent):
         if name != iteration.name:
-            try:
-                remove_folder(iteration.parent / name)
-            except OSError as error:
-                logger.warning("could not delete the old checkpoint %s: %s", iteration.parent / name, error)
+            _remove_old(iteration.parent / name)
+
+
+def _remove_old(iteration: Path) -> None:
+    try:
+        remove_folder(iteration)
+    except OSError as error:
+        logger.warning("could not delete the old checkpoint %s: %s", iteration, error)
 
 
 def read_common(folder: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mindformers_ext.config.build import build_section
@@ -174,6 +175,11 @@ class EvaluationSection(Section):
         """Returns the keys of ``predict`` that differ in the evaluation."""
         names = yaml_fields(PredictSection).keys() & yaml_fields(EvaluationSection).keys()
         return {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
+
+    def folders(self, saved: Path) -> tuple[Path, Path]:
+        """Returns where the evaluations go, and where the best checkpoint, of a training that saves to ``saved``."""
+        output = Path(f"{saved}_evaluation" if self.output_dir is None else self.output_dir)
+        return output, output / "best" if self.best_dir is None else Path(self.best_dir)
 
     def prefers_greater(self) -> bool:
         """Whether a greater value of the metric is better; where nobody says, its name does."""

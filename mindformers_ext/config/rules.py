@@ -187,10 +187,10 @@ def _check_evaluation(config: TrainConfig, index: int, source: Source) -> None:
 
 def _evaluation_folders(config: TrainConfig, section: EvaluationSection) -> dict[str, str]:
     """The folders that an evaluation writes to, by the key that gives them."""
-    output = section.output_dir or f"{os.path.normpath(config.checkpoint.save_path)}_evaluation"
+    output, best = section.folders(config.checkpoint.save_folder())
     found = {"output_dir": os.path.realpath(output)}
     if section.metric_for_best_model is not None:
-        found["best_dir"] = os.path.realpath(section.best_dir or os.path.join(output, "best"))
+        found["best_dir"] = os.path.realpath(best)
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
 from mindformers_ext.config.generation import GenerationSection
@@ -77,6 +77,10 @@ class CheckpointSection(Section):
     load_worker_number: Count = 1
     save_global_layout_cache: bool = True
     reshard_worker_num: Count = 1
+
+    def save_folder(self) -> Path:
+        """Returns where checkpoints go."""
+        return Path(self.save_path or "output/checkpoint")
 
 
 @dataclass(slots=True, kw_only=True)

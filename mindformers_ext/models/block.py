@@ -207,9 +207,12 @@ class TransformerBlock(nn.Cell):
     def _run_dense(
         self, stack: ops.DenseLayers, hidden: Tensor, context: ForwardContext, states: Sequence[LayerState | None]
     ) -> Tensor:
-        taken = [
-            layer.self_attention.slots_for(context, state) for layer, state in zip(self.layers, states, strict=True)
-        ]
+        if any(state is not None for state in states):
+            taken = [
+                layer.self_attention.slots_for(context, state) for layer, state in zip(self.layers, states, strict=True)
+            ]
+        else:  # Nothing is remembered: a layer may write over the keys and values of the one before it.
+            taken = [self.layers[0].self_attention.slots_for(context, None)] * len(states)
         buffers = [pair for _, pair in taken]
         visible = context.visible(buffers[0][0].shape[2])
         return ops.dense_layers(stack, hidden, context.rotary(), visible, buffers, taken[0][0])

@@ -165,24 +165,21 @@ class GPTModel(nn.Cell):
         """
         asked = targets.asnumpy()
         share = self._share(past, asked.shape[1])
-        is_split = share is not None and share.is_split
-        if share is not None and is_split:
+        if share is not None:
             asked = asked[:, slice(*share.own)]
-        batch, length = asked.shape
-        asked = asked.reshape(-1)
         rows = np.flatnonzero(asked >= 0)
+        ids, scores = asked.reshape(-1)[rows], np.zeros((asked.size, 4), np.float32)
         first, end = self.model_shard.vocab
         step = max(_SCORED_AT_ONCE // (end - first), 1)
-        scores = np.zeros((len(asked), 4), np.float32)
         # Both blocks are entered once, however many rows there are: the processes join parameters in them.
         normed = self._normed(Tensor.from_numpy(hidden.asnumpy()[rows])).asnumpy()
         with self._projection() as project:
             for start in range(0, len(rows), step):
-                chosen = rows[start : start + step]
-                logits = project(Tensor.from_numpy(normed[start : start + step]))
-                scores[chosen] = ops.token_scores(logits.asnumpy(), asked[chosen], first)
-        result = Tensor.from_numpy(scores.reshape(batch, length, -1))
-        return share.gather(result, 1) if share is not None and is_split else result
+                part = slice(start, start + step)
+                logits = project(Tensor.from_numpy(normed[part]))
+                scores[rows[part]] = ops.token_scores(logits.asnumpy(), ids[part], first)
+        result = Tensor.from_numpy(scores.reshape(*asked.shape, 4))
+        return share.gather(result, 1) if share is not None and share.is_split else result
 
     def local_length(self, past: int, length: int) -> int:
         """Returns how many of ``length`` new tokens this process computes, after ``past`` others."""
@@ -243,17 +240,18 @@ class GPTModel(nn.Cell):
         parameter = self._parameters_by_name[name]
         if self._sharded is None and parameter.shape != array.shape:
             raise ValueError(f"{name} has shape {parameter.shape}, not {array.shape}")
+        held: np.ndarray | None = array
         if name in self._packable and self._weight_dtype is not None:
             try:
-                if self._keep(name, array):
-                    return
-                array = self._rounded(name, array)
+                held = self._packed_or_rounded(name, array, self._weight_dtype)
             except ValueError as error:
                 raise ValueError(f"{name} cannot be kept as {self._weight_dtype}: {error}") from error
+        if held is None:
+            return
         if self._sharded is not None:
-            self._sharded.store(name, array)
+            self._sharded.store(name, held)
         else:
-            parameter.set_data(Tensor.from_numpy(array))
+            parameter.set_data(Tensor.from_numpy(held))
 
     def weight(self, name: str) -> np.ndarray:
         """Returns what `set_weight` set, or training made of it: the part that `weight_regions` says, to be read only.
@@ -279,34 +277,24 @@ class GPTModel(nn.Cell):
         generator = np.random.default_rng(seed)
         std = self.config.init_method_std
         for name, parameter in self._parameters_by_name.items():
-            values = initial_values(parameter, std, std / (2 * self.config.num_layers) ** 0.5, generator)
-            if name in self._packable and self._weight_dtype is not None:
-                self.set_weight(name, values)
-            else:
-                parameter.set_data(Tensor.from_numpy(values))
+            residual_std = std / (2 * self.config.num_layers) ** 0.5
+            self.set_weight(name, initial_values(parameter, std, residual_std, generator))
 
     def _packs(self) -> bool:
         return self._weight_dtype is not None and self._sharded is None and ops.can_pack()
 
-    def _keep(self, name: str, values: np.ndarray) -> bool:
-        """Packs the values of a parameter; False if that has to hold them."""
+    def _packed_or_rounded(self, name: str, values: np.ndarray, weight_dtype: str) -> np.ndarray | None:
+        """Returns the values that a packable parameter has to hold itself; None where its block has packed them."""
         cell, local = self._packable[name]
-        return self._packs() and cell.pack(local, values, self._dtype_of(cell, values))
-
-    def _rounded(self, name: str, values: np.ndarray) -> np.ndarray:
-        cell, local = self._packable[name]
-        if self._packs() or values.ndim == 1:  # a bias
+        dtype = weight_dtype if cell.narrow else "float32"
+        if dtype == "auto":
+            dtype = "bfloat16" if values.dtype == np.uint16 else "float32"
+        if self._packs():
+            return None if cell.pack(local, values, dtype) else values
+        if values.ndim == 1:  # a bias
             return values
         # Experts are stored with their outputs last.
-        axis = -2 if values.ndim == 3 else -1
-        return np.ascontiguousarray(ops.rounded(values, self._dtype_of(cell, values), axis))
-
-    def _dtype_of(self, cell: Packable, values: np.ndarray) -> str:
-        if not cell.narrow or self._weight_dtype is None:
-            return "float32"
-        if self._weight_dtype == "auto":
-            return "bfloat16" if values.dtype == np.uint16 else "float32"
-        return self._weight_dtype
+        return np.ascontiguousarray(ops.rounded(values, dtype, -2 if values.ndim == 3 else -1))
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Final norm and logits: float32 ``[N, H]`` to ``[N, V]``."""

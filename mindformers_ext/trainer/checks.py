@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from mindformers_ext.checkpoint import (
@@ -22,13 +21,6 @@ from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.dataset import TrainDataset, build_dataset
 from mindformers_ext.trainer.train_state import TrainerState, data_mismatch
 
-DEFAULT_SAVE_PATH = "output/checkpoint"
-
-
-def save_folder(config: TrainConfig) -> Path:
-    """Returns where checkpoints go."""
-    return Path(config.checkpoint.save_path or DEFAULT_SAVE_PATH)
-
 
 def check_saving(config: TrainConfig, model: TransformerConfig | None) -> None:
     """Finds out before the first step what would lose a training at its first checkpoint.
@@ -46,8 +38,8 @@ def check_saving(config: TrainConfig, model: TransformerConfig | None) -> None:
         return
     if model is not None:
         check_described(model)
-    check_no_other_run(save_folder(config), None if section.no_load_optim else section.load_path or None)
-    check_save_path(save_folder(config), section.prefix)
+    check_no_other_run(section.save_folder(), None if section.no_load_optim else section.load_path or None)
+    check_save_path(section.save_folder(), section.prefix)
 
 
 def check_pipeline_options(config: TrainConfig) -> None:

@@ -19,7 +19,6 @@ from mindformers_ext.predict.answer_metrics import metric_values
 from mindformers_ext.predict.output_files import replace_file
 from mindformers_ext.runtime import logger
 from mindformers_ext.trainer.callbacks import TrainerCallback
-from mindformers_ext.trainer.checks import save_folder
 from mindformers_ext.trainer.model import protected_files
 from mindformers_ext.trainer.request import PredictionRequest, inference_options, read_request
 from mindformers_ext.trainer.train_state import TrainerState
@@ -54,7 +53,7 @@ class EvaluationCallback(TrainerCallback):
         """Finds what would make an evaluation fail; see `check_evaluation`."""
         self._trainer = kwargs["trainer"]
         check_evaluation(self.section, args, self._trainer.tokenizer, getattr(self._trainer.model, "config", None))
-        self._folder, self._best_folder = folders(self.section, args)
+        self._folder, self._best_folder = self.section.folders(args.checkpoint.save_folder())
         self._log = EvaluationLog(self._folder / METRICS_FILE)
 
     def on_train_begin(self, args: Any, state: TrainerState, **kwargs: Any) -> None:
@@ -177,13 +176,6 @@ class EvaluationLog:
         replace_file(self._path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
 
-def folders(section: EvaluationSection, config: TrainConfig) -> tuple[Path, Path]:
-    """Returns where the evaluations go, and where the best checkpoint."""
-    saved = save_folder(config)
-    output = saved.with_name(f"{saved.name}_evaluation") if section.output_dir is None else Path(section.output_dir)
-    return output, output / "best" if section.best_dir is None else Path(section.best_dir)
-
-
 def check_evaluation(
     section: EvaluationSection, config: TrainConfig, tokenizer: Tokenizer | None, model_config: Any
 ) -> None:
@@ -202,7 +194,7 @@ def check_evaluation(
     """
     if tokenizer is None:
         raise ValueError("EvaluationCallback needs a tokenizer: set train_dataset.dataloader.tokenizer_path")
-    folder, best = folders(section, config)
+    folder, best = section.folders(config.checkpoint.save_folder())
     try:
         for name in (METRICS_FILE, "eval_step_0.jsonl"):
             check_output(folder / name, section.input_data, protected_files(config))
@@ -242,7 +234,7 @@ def _check_best(section: EvaluationSection, config: TrainConfig, best: Path) -> 
     if mistake is not None:
         raise ValueError(f"metric_for_best_model: {mistake}")
     place = Path(os.path.realpath(best))
-    for key, other in (("save_path", save_folder(config)), ("load_path", config.checkpoint.load_path)):
+    for key, other in (("save_path", config.checkpoint.save_folder()), ("load_path", config.checkpoint.load_path)):
         if other and Path(os.path.realpath(other)) in (place, *place.parents):
             raise ValueError(f"best_dir: {best} is, or is inside, checkpoint.{key}; give a folder of its own")
     loaded = Path(os.path.realpath(config.checkpoint.load_path or os.devnull))

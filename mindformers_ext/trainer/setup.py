@@ -20,7 +20,6 @@ from mindformers_ext.trainer.checks import (
     check_saving,
     describe_data,
     open_saved_run,
-    save_folder,
     saved_state,
 )
 from mindformers_ext.trainer.dataset import TrainDataset
@@ -123,7 +122,7 @@ def _checkpoint_callback(
     config: TrainConfig, model: nn.Cell, context: ParallelContext, optimizer: AdamW
 ) -> CheckpointCallback:
     section = config.checkpoint
-    save_path, described = save_folder(config), described_by(model)
+    save_path, described = section.save_folder(), described_by(model)
     written: list[Path] = []
     files_missing = True
 

@@ -24,7 +24,7 @@ from mindformers_ext.runtime import logger, rank, setup_logging, setup_runtime, 
 from mindformers_ext.trainer.batch_job import BatchJob, Outputs, open_batch_job
 from mindformers_ext.trainer.callbacks import TrainerCallback
 from mindformers_ext.trainer.causal_lm import build_causal_lm
-from mindformers_ext.trainer.checks import check_pipeline_options, save_folder
+from mindformers_ext.trainer.checks import check_pipeline_options
 from mindformers_ext.trainer.inference import (
     build_inference_tokenizer,
     check_lookup,
@@ -434,9 +434,9 @@ class Trainer:
             OSError: a process cannot write; raised on all of them.
         """
         section = self.config.checkpoint
-        root = save_folder(self.config) if save_path is None else Path(save_path)
+        root = section.save_folder() if save_path is None else Path(save_path)
         self._load_inference_checkpoint()
-        own_root = self._run is not None and section.enable_save and root == save_folder(self.config)
+        own_root = self._run is not None and section.enable_save and root == section.save_folder()
         with failing_together(self._context):
             if root not in self._saved_to and not own_root and not only:
                 check_no_other_run(root, None)

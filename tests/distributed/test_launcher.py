@@ -6,17 +6,13 @@ import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from launching import JOBS, ROOT, finish_job, run_job, start_job
 
 pytestmark = pytest.mark.distributed
 
-ROOT = Path(__file__).parents[2]
-LAUNCHER = ROOT / "scripts" / "msrun_launcher.sh"
-FAULTS = Path(__file__).parent / "jobs" / "fault_job.py"
-
-JOB = """
+PROGRAM = """
 import os, sys
 if sys.argv[1] == "early" and os.environ["RANK_ID"] == "1":
     sys.exit("no such file")
@@ -29,23 +25,19 @@ sys.exit(3 if communication.get_rank() == 0 else 0)
 """
 
 
-def launch(folder, mode):
-    (folder / "job.py").write_text(JOB)
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = ["bash", str(LAUNCHER), f"python job.py {mode}", "2"]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+def launch(folder, mode, code):
+    (folder / "job.py").write_text(PROGRAM)
+    return run_job(folder, f"job.py {mode}", 2, (code,))
 
 
 def test_workers_that_finish_with_error_records_are_not_killed(tmp_path):
-    done = launch(tmp_path, "all")
-    assert done.returncode == 3, done.stderr
+    done = launch(tmp_path, "all", 3)
     assert "sum [3.0, 3.0, 3.0]" in done.stdout
-    assert "sum [3.0, 3.0, 3.0]" in (tmp_path / "output/msrun_log/worker_1.log").read_text()
+    assert "sum [3.0, 3.0, 3.0]" in done.logs[1]
 
 
 def test_a_worker_that_dies_before_joining_ends_the_job_instead_of_the_cluster_timeout(tmp_path):
-    done = launch(tmp_path, "early")
-    assert done.returncode == 1
+    done = launch(tmp_path, "early", 1)
     assert "worker 1 failed with exit code 1" in done.stderr
     assert "no such file" in done.stderr
 
@@ -56,18 +48,15 @@ def free_port():
         return str(probe.getsockname()[1])
 
 
-def launch_nodes(folder, command, workers_per_node):
-    """Two launchers on this host, each in a folder of its own; returns what both printed, with their exit codes."""
+def launch_nodes(folder, program, workers_per_node):
+    """Two launchers on this host, each in a folder of its own; returns the jobs of both."""
     port, nodes = free_port(), []
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for node in range(2):
-        numbers = [str(2 * workers_per_node), str(workers_per_node), "127.0.0.1", port, str(node)]
-        words = ["bash", str(LAUNCHER), command, *numbers, "logs", "True", "120"]
         where = folder / f"node{node}"
         where.mkdir(exist_ok=True)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        nodes.append(subprocess.Popen(words, cwd=where, env=env, **pipes))
-    return [(node.communicate(timeout=250), node.returncode) for node in nodes]
+        place = (2 * workers_per_node, workers_per_node, "127.0.0.1", port, node)
+        nodes.append(start_job(where, program, *place, "logs", "True", 120))
+    return [finish_job(node) for node in nodes]
 
 
 def test_two_nodes_answer_with_the_yaml_of_the_documentation_as_one_process_does(tmp_path):
@@ -80,8 +69,8 @@ def test_two_nodes_answer_with_the_yaml_of_the_documentation_as_one_process_does
     arguments = (
         '--config predict.yaml --predict_data "two  words \\"quoted\\" $HOME" second --inference.max_new_tokens 5'
     )
-    results = launch_nodes(tmp_path, f"python {ROOT / 'run_mindformer.py'} {arguments}", 2)
-    assert [code for _, code in results] == [0, 0], results
+    results = launch_nodes(tmp_path, f"{ROOT / 'run_mindformer.py'} {arguments}", 2)
+    assert [job.code for job in results] == [0, 0], results
     rows = [json.loads(line) for line in (tmp_path / "node0" / "result.jsonl").read_text().splitlines()]
     assert [row["instruction"] for row in rows] == ['two  words "quoted" $HOME', "second"]
     assert not (tmp_path / "node1" / "result.jsonl").exists()
@@ -96,8 +85,8 @@ def test_two_nodes_answer_with_the_yaml_of_the_documentation_as_one_process_does
 
 
 def test_a_node_whose_worker_is_killed_ends_both_nodes(tmp_path):
-    first, second = launch_nodes(tmp_path, f"python {FAULTS} {tmp_path} kill", 1)
-    assert (first[1], second[1]) == (5, 137), (first, second)
-    assert "worker 1 failed with exit code 137, ended by SIGKILL" in second[0][1]
-    assert "worker 0 failed because another one did" in first[0][1]
-    assert "rank 1 has ended, and this rank cannot go on without it" in first[0][1]
+    first, second = launch_nodes(tmp_path, f"{JOBS / 'fault_job.py'} {tmp_path} kill", 1)
+    assert (first.code, second.code) == (5, 137), (first, second)
+    assert "worker 1 failed with exit code 137, ended by SIGKILL" in second.stderr
+    assert "worker 0 failed because another one did" in first.stderr
+    assert "rank 1 has ended, and this rank cannot go on without it" in first.stderr

@@ -12,10 +12,10 @@ pytestmark = pytest.mark.distributed
 def found(tmp_path_factory, launch_job):
     """The job's module, the folders of a job of 2 ranks and of one process without either, and the job's log."""
     many, one = tmp_path_factory.mktemp("many"), tmp_path_factory.mktemp("one")
-    prefix_job, _ = launch_job("prefix_job", many, 2)
+    prefix_job, job = launch_job("prefix_job", many, 2)
     for family in {family for family, *_ in prefix_job.RUNS}:
         prefix_job.predict(one, family, family, {}, 2, {}, False)
-    return prefix_job, many, one, (many / "output/msrun_log/worker_0.log").read_text()
+    return prefix_job, many, one, job.logs[0]
 
 
 def metrics(path):

@@ -2,17 +2,13 @@
 
 import importlib.util
 import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from launching import JOBS, ROOT, run_job
 
 pytestmark = pytest.mark.distributed
 
-ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "tests" / "data" / "checkpoints" / "qwen3"
 
 
@@ -61,13 +57,7 @@ def test_what_stops_one_rank_stops_both_and_another_layout_goes_on(script, tmp_p
     script.write_input(tmp_path / "in.jsonl", 60)
     source, expected, output = tmp_path / "in.jsonl", tmp_path / "expected.jsonl", tmp_path / "out.jsonl"
     errors = run_here(source, expected, 8, 6).num_errors
-    job = f"python {ROOT / 'tests' / 'distributed' / 'jobs' / 'resume_job.py'} {CHECKPOINT} {source} {output}"
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = ["bash", str(ROOT / "scripts" / "msrun_launcher.sh"), job, "2"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = run_job(tmp_path, f"{JOBS / 'resume_job.py'} {CHECKPOINT} {source} {output}", 2)
     first, second = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[{")))
     for seen in (first, second):
         assert seen["full disk"][0] == "JobStoppedError" and "No space left on device" in seen["full disk"][1]

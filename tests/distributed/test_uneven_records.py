@@ -11,10 +11,10 @@ pytestmark = pytest.mark.distributed
 def folders(tmp_path_factory, launch_job):
     """The folders of a job of 4 ranks and of one process, after them, and what the job printed."""
     many, one = tmp_path_factory.mktemp("many"), tmp_path_factory.mktemp("one")
-    records_job, printed = launch_job("records_job", many, 4)
+    records_job, job = launch_job("records_job", many, 4)
     for name in records_job.RUNS:
         records_job.run(one, name, {})
-    return many, one, printed
+    return many, one, job.stdout
 
 
 @pytest.mark.parametrize(

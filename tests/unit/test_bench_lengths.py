@@ -37,7 +37,7 @@ def test_table_shows_costs_relative_to_the_first_length(bench):
 
 def test_cache_bytes_are_those_of_one_token(bench):
     options = argparse.Namespace(steps=1, runs=1)
-    measured = bench.measure(bench.build("qwen3"), 2, 3, options)
+    measured = bench.measure(bench.random_model("qwen3", "float32", **bench.SHAPES["qwen3"]), 2, 3, options)
     layers, heads, dim = (bench.COMMON[key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
     assert measured["cache_bytes_per_token"] == 4 * 2 * layers * heads * dim
     assert measured["step_ms"] > 0

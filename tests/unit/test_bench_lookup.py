@@ -2,13 +2,11 @@
 
 import argparse
 import importlib
+import json
 import pathlib
 
 import numpy as np
 import pytest
-
-from mindformers_ext.models import transformer_config
-from mindformers_ext.models.gpt_model import GPTModel
 
 SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
 
@@ -21,8 +19,7 @@ def _scripts(monkeypatch):
 def test_the_copier_answers_with_the_text_of_its_prompt_and_drafts_are_right():
     bench, shape = importlib.import_module("bench_lookup"), importlib.import_module("bench_generate").SHAPE
     small = {"num_hidden_layers": 2, "vocab_size": 600, "intermediate_size": 64, "rope_theta": 1e6}
-    model = GPTModel(transformer_config({"model_type": "qwen3", **shape, **small}))
-    model.init_weights(0)
+    model = bench.random_model("qwen3", "float32", **shape | small)
     bench.make_copier(model, np.random.default_rng(0))
     options = argparse.Namespace(prompts=3, spans=3, span=11, batch_size=2)
     prompts, texts = bench.make_prompts(options, small["vocab_size"])
@@ -35,11 +32,10 @@ def test_the_copier_answers_with_the_text_of_its_prompt_and_drafts_are_right():
 def test_prompts_share_their_header_and_ids_are_the_same():
     bench = importlib.import_module("bench_prefix")
     folder = pathlib.Path(__file__).parents[1] / "data" / "checkpoints" / "qwen3"
-    config = transformer_config({"model_type": "qwen3"}, bench.json.loads((folder / "config.json").read_text()))
-    model = GPTModel(config)
-    model.init_weights(0)
+    keys = json.loads((folder / "config.json").read_text())
+    model = bench.random_model(keys.pop("model_type"), "float32", **keys)
     options = argparse.Namespace(prompts=5, header=40, rest=4, new_tokens=2, batch_size=2)
-    prompts = bench.make_prompts(options, config.vocab_size)
+    prompts = bench.make_prompts(options, keys["vocab_size"])
     assert len({tuple(prompt[:40]) for prompt in prompts}) == 1 and len({tuple(prompt) for prompt in prompts}) == 5
     (_, shared, stats), (_, whole, _) = (bench.timed(model, prompts, options, share) for share in (True, False))
     assert shared == whole

@@ -25,13 +25,9 @@ def test_lengths_are_within_their_bounds_and_repeatable(bench, kind, mean):
 
 
 def test_both_sides_are_measured(bench):
-    from mindformers_ext.models import transformer_config
-    from mindformers_ext.models.gpt_model import GPTModel
-
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    model = GPTModel(transformer_config({"model_type": "qwen3", **shape, **heads}))
-    model.init_weights(0)
+    model = bench.random_model("qwen3", "float32", **shape, **heads)
     options = argparse.Namespace(prompt_length=5, longest=20, batch_size=3, runs=1)
     found = bench.measure(model, [2, 20, 3, 1, 9, 2, 2, 14], options)
     assert found["refill"]["forwards"] - 8 < found["batches"]["forwards"] - 3

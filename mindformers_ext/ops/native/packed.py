@@ -85,16 +85,6 @@ class PackedWeight:
         if self._scale is not None and not np.isfinite(self._scale).all():
             raise ValueError("it holds values that are not finite, which int8 cannot keep; give float32 or bfloat16")
 
-    @property
-    def values_bytes(self) -> int:
-        """Bytes of the panels."""
-        return int(self._panels.nbytes)
-
-    @property
-    def values_address(self) -> int:
-        """Where the panels begin."""
-        return int(self._panels.ctypes.data)
-
     def set_bias(self, values: np.ndarray) -> None:
         """Adds float32 ``[rows]`` to every product from now on."""
         self._bias = np.zeros(self._padded, np.float32)
@@ -163,14 +153,17 @@ def product(x: Tensor, weight: PackedWeight, limit: float = 0.0) -> Tensor:
 def mlp(x: Tensor, fc1: PackedWeight, fc2: PackedWeight, limit: float) -> Tensor:
     """The gated MLP: ``(silu(gate) * up) fc2^T`` for x ``[N, H]`` and pairs of gate and up in ``fc1``."""
     x = _dense(x)
-    count, ffn = x.shape[0], fc2.shape[1]
+    count = x.shape[0]
     out = np.empty((count, fc2.shape[0]), np.float32)
-    at_once = int(_kernels().mfx_sequences_at_once(count, 1))
-    scratch = _scratch(at_once * (ffn + max(ffn, fc1.shape[1])))
-    _kernels().mfx_mlp(
-        fc1.pointer, fc2.pointer, _pointer(x), out.ctypes.data, scratch, count, limit
-    )  # fmt: skip
+    scratch = _scratch(_mlp_scratch(count, fc1, fc2))
+    _kernels().mfx_mlp(fc1.pointer, fc2.pointer, _pointer(x), out.ctypes.data, scratch, count, limit)
     return Tensor.from_numpy(out)
+
+
+def _mlp_scratch(count: int, fc1: PackedWeight, fc2: PackedWeight) -> int:
+    """Returns the floats that the MLP needs for ``count`` rows."""
+    hidden, ffn = fc1.shape[1], fc2.shape[1]
+    return int(_kernels().mfx_sequences_at_once(count, 1)) * (ffn + max(ffn, hidden))
 
 
 class AttentionBlock:
@@ -299,11 +292,8 @@ class DenseLayers:
 
     def scratch(self, batch: int, length: int) -> int:
         """Floats that a call for ``batch`` rows of ``length`` tokens needs."""
-        fc1, fc2 = self.layers[0].fc1, self.layers[0].fc2
-        rows = int(_kernels().mfx_sequences_at_once(batch * length, 1))
-        mlp_scratch = rows * (fc2.shape[1] + max(fc2.shape[1], fc1.shape[1]))
-        attention_scratch = self.layers[0].attention.scratch(batch, length)
-        return 2 * batch * length * fc1.shape[1] + max(mlp_scratch, attention_scratch)
+        rows, (attention, fc1, fc2) = batch * length, self.layers[0].packed
+        return 2 * rows * fc1.shape[1] + max(_mlp_scratch(rows, fc1, fc2), attention.scratch(batch, length))
 
 
 def dense_layers(
@@ -356,8 +346,9 @@ def packed_experts(
 
 def read_bytes(weight: PackedWeight) -> int:
     """Reads all values of a weight, in all threads, and returns how many bytes that were: to measure memory with."""
-    _kernels().mfx_read(weight.values_address, weight.values_bytes)
-    return weight.values_bytes
+    panels = weight._panels
+    _kernels().mfx_read(panels.ctypes.data, panels.nbytes)
+    return int(panels.nbytes)
 
 
 def _scratch(count: int) -> int:

@@ -1,23 +1,15 @@
 """Prompt lookup gives the tokens, reasons and log-probabilities of decoding without it, in fewer forwards."""
 
-import functools
-import json
-import pathlib
-
 import numpy as np
 import pytest
+from checkpoint_models import FAMILIES, load
 from mindspore import Tensor, nn
 from stubs import Hashed, Sum
 
-from mindformers_ext.checkpoint import load_weights
 from mindformers_ext.generate import GenerationConfig, GenerationStats, generate, generate_rows
 from mindformers_ext.generate.lookup import propose
 from mindformers_ext.generate.prefix import PrefixCache
-from mindformers_ext.models import transformer_config
-from mindformers_ext.models.gpt_model import GPTModel
 
-CHECKPOINTS = pathlib.Path(__file__).parents[2] / "data" / "checkpoints"
-FAMILIES = sorted(folder.name for folder in CHECKPOINTS.iterdir())
 ONE_ROW_ONLY = ("deepseek_v4", "qwen3_5", "qwen3_5_moe")
 
 
@@ -40,15 +32,6 @@ class Cycle(nn.Cell):
         wanted = np.where(positions % (3 * self.period) == self.period, 9, 3 + positions % self.period)
         logits = -np.abs(np.arange(self.vocab) - wanted[..., None]).astype(np.float32)
         return {"logits": Tensor(logits), "past_key_values": [(Tensor(key), Tensor(key))]}
-
-
-@functools.cache
-def load(family):
-    folder = CHECKPOINTS / family
-    model = GPTModel(transformer_config({}, json.loads((folder / "config.json").read_text())))
-    load_weights(folder, model.weight_layout(), model.set_weight)
-    model.set_train(False)
-    return model
 
 
 def decode(prompt_ids, new_ids):

@@ -1,28 +1,14 @@
 """What a prefill holds at once is bounded by its chunk: tokens, biases, and no logits but those of the last token."""
 
-import functools
-import json
-import pathlib
-
 import pytest
+from checkpoint_models import load
 
-from mindformers_ext.checkpoint import load_weights
 from mindformers_ext.generate import GenerationConfig, generate_rows
-from mindformers_ext.models import transformer_config
 from mindformers_ext.models.context import ForwardContext
 from mindformers_ext.models.gpt_model import GPTModel
 
-CHECKPOINTS = pathlib.Path(__file__).parents[2] / "data" / "checkpoints"
 CHUNK = 16
 PROMPTS = [[1 + i % 7 for i in range(70)], [2] * 33]
-
-
-@functools.cache
-def load(family):
-    folder = CHECKPOINTS / family
-    model = GPTModel(transformer_config({}, json.loads((folder / "config.json").read_text())))
-    load_weights(folder, model.weight_layout(), model.set_weight)
-    return model
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "deepseek_v3", "deepseek_v4"])

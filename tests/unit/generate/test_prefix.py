@@ -1,33 +1,17 @@
 """Prompts that begin alike share the state of their beginning, and get the tokens that they get without."""
 
-import functools
-import json
 import pathlib
 import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from checkpoint_models import FAMILIES, load
 from mindspore import Tensor
 from stubs import Sum
 
-from mindformers_ext.checkpoint import load_weights
 from mindformers_ext.generate import GenerationConfig, GenerationStats, generate_rows
 from mindformers_ext.generate.prefix import PrefixCache, shared_prefix, sharing_obstacle
-from mindformers_ext.models import transformer_config
-from mindformers_ext.models.gpt_model import GPTModel
-
-CHECKPOINTS = pathlib.Path(__file__).parents[2] / "data" / "checkpoints"
-FAMILIES = sorted(folder.name for folder in CHECKPOINTS.iterdir())
-
-
-@functools.cache
-def load(family):
-    folder = CHECKPOINTS / family
-    model = GPTModel(transformer_config({}, json.loads((folder / "config.json").read_text())))
-    load_weights(folder, model.weight_layout(), model.set_weight)
-    model.set_train(False)
-    return model
 
 
 def random_ids(seed, count):

@@ -1,34 +1,18 @@
 """Penalties, EOS lists and beams equal transformers on checkpoints it wrote, alone and in one left-padded batch."""
 
-import functools
-import json
-import pathlib
-
 import numpy as np
 import pytest
+from checkpoint_models import FAMILIES, load_with_cases
 
-from mindformers_ext.checkpoint import load_weights
 from mindformers_ext.generate import GenerationConfig, generate_rows
-from mindformers_ext.models import transformer_config
-from mindformers_ext.models.gpt_model import GPTModel
 
-CHECKPOINTS = pathlib.Path(__file__).parents[2] / "data" / "checkpoints"
-FAMILIES = sorted(folder.name for folder in CHECKPOINTS.iterdir())
 NUM_CASES = 5
 BATCHES = ["alone", "in one batch"]
 
 
-@functools.cache
-def load(family):
-    folder = CHECKPOINTS / family
-    model = GPTModel(transformer_config({}, json.loads((folder / "config.json").read_text())))
-    load_weights(folder, model.weight_layout(), model.set_weight)
-    return model, json.loads((folder / "reference.json").read_text())["cases"]
-
-
 def answers(family, number, batch, **options):
     """The rows of case ``number``, whose prompt runs alone or with the other four."""
-    model, cases = load(family)
+    model, cases = load_with_cases(family)
     config = GenerationConfig(max_new_tokens=24, **options)
     prompts = [case["input_ids"] for case in cases]
     each = config.num_return_sequences
@@ -43,16 +27,16 @@ def answers(family, number, batch, **options):
 class TestLikeTransformers:
     def test_repetition_penalty(self, family, number, batch):
         (row,) = answers(family, number, batch, repetition_penalty=1.3)
-        assert row.token_ids == load(family)[1][number]["repetition_penalty_1.3"]
+        assert row.token_ids == load_with_cases(family)[1][number]["repetition_penalty_1.3"]
 
     def test_eos_list(self, family, number, batch):
-        expected = load(family)[1][number]["eos_list"]
+        expected = load_with_cases(family)[1][number]["eos_list"]
         (row,) = answers(family, number, batch, eos_token_id=expected["eos_token_id"])
         assert (row.token_ids, row.finish_reason) == (expected["ids"], "eos")
 
     @pytest.mark.parametrize("entry", range(3))
     def test_beams(self, family, number, batch, entry):
-        expected = load(family)[1][number]["beams"][entry]
+        expected = load_with_cases(family)[1][number]["beams"][entry]
         options = {name: expected[name] for name in ("length_penalty", "early_stopping", "eos_token_id")}
         rows = answers(family, number, batch, num_beams=4, num_return_sequences=3, pad_token_id=1, **options)
         longest = max(len(row.token_ids) for row in rows)
@@ -62,7 +46,7 @@ class TestLikeTransformers:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_beams_without_a_cache_are_the_same(family):
-    model, cases = load(family)
+    model, cases = load_with_cases(family)
     prompts = [case["input_ids"] for case in cases[:3]]
     options = {"max_new_tokens": 8, "num_beams": 3, "num_return_sequences": 3}
     cached, recomputed = (
@@ -77,5 +61,5 @@ def test_the_pad_id_does_not_matter(options):
         rows = (answers("qwen3", number, "in one batch", pad_token_id=pad, **options) for number in range(2))
         return [row.token_ids for case in rows for row in case]
 
-    frequent = load("qwen3")[1][0]["greedy"][0]
+    frequent = load_with_cases("qwen3")[1][0]["greedy"][0]
     assert ids(0) == ids(2) == ids(frequent)

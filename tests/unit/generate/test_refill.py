@@ -1,33 +1,17 @@
 """Rows that are replaced one by one get the tokens that they get in batches."""
 
-import functools
-import json
-import pathlib
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from checkpoint_models import FAMILIES, load
 from mindspore import Tensor, nn
 from stubs import Hashed, Sum
 
-from mindformers_ext.checkpoint import load_weights
 from mindformers_ext.generate import GenerationConfig, GenerationStats, generate_rows
 from mindformers_ext.generate.forward import BatchForward
 from mindformers_ext.generate.prefix import PrefixCache
 from mindformers_ext.generate.refill import RefilledBatch, refill_obstacle
-from mindformers_ext.models import transformer_config
-from mindformers_ext.models.gpt_model import GPTModel
-
-CHECKPOINTS = pathlib.Path(__file__).parents[2] / "data" / "checkpoints"
-FAMILIES = sorted(folder.name for folder in CHECKPOINTS.iterdir())
-
-
-@functools.cache
-def load(family):
-    folder = CHECKPOINTS / family
-    model = GPTModel(transformer_config({}, json.loads((folder / "config.json").read_text())))
-    load_weights(folder, model.weight_layout(), model.set_weight)
-    return model
 
 
 def prompts_of(count, vocab, longest, seed=5):

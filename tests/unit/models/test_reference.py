@@ -1,30 +1,12 @@
 """The models equal transformers on checkpoints that transformers wrote."""
 
-import functools
-import json
-import pathlib
-
 import numpy as np
 import pytest
 from mindspore import Tensor
 
-from mindformers_ext.checkpoint import load_weights
 from mindformers_ext.generate import GenerationConfig, generate_rows
-from mindformers_ext.models import transformer_config
-from mindformers_ext.models.gpt_model import GPTModel
 from mindformers_ext.ops import native
-
-CHECKPOINTS = pathlib.Path(__file__).parents[2] / "data" / "checkpoints"
-FAMILIES = sorted(folder.name for folder in CHECKPOINTS.iterdir())
-
-
-@functools.cache
-def load(family):
-    folder = CHECKPOINTS / family
-    model = GPTModel(transformer_config({}, json.loads((folder / "config.json").read_text())))
-    load_weights(folder, model.weight_layout(), model.set_weight)
-    model.set_train(False)
-    return model, json.loads((folder / "reference.json").read_text())["cases"]
+from tests.unit.generate.checkpoint_models import FAMILIES, load_with_cases
 
 
 def log_softmax(logits):
@@ -34,7 +16,7 @@ def log_softmax(logits):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_nll_equal_transformers(family):
-    model, cases = load(family)
+    model, cases = load_with_cases(family)
     for case in cases:
         ids = case["input_ids"]
         logits = model(Tensor(np.array([ids], np.int32)))["logits"].asnumpy()[0]
@@ -45,7 +27,7 @@ def test_logits_and_nll_equal_transformers(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_is_the_mean_nll_of_the_counted_labels(family):
-    model, cases = load(family)
+    model, cases = load_with_cases(family)
     case = cases[-1]
     labels = np.array([case["input_ids"][1:]], np.int32)
     labels[0, :5] = -100
@@ -59,7 +41,7 @@ def test_loss_is_the_mean_nll_of_the_counted_labels(family):
 def test_greedy_ids_equal_transformers_alone_and_in_one_batch(family, use_cache, kernels, monkeypatch):
     if kernels == "numpy":
         monkeypatch.setattr(native, "available", lambda: False)
-    model, cases = load(family)
+    model, cases = load_with_cases(family)
     config = GenerationConfig(max_new_tokens=24, use_cache=use_cache)
     prompts, expected = [case["input_ids"] for case in cases], [case["greedy"] for case in cases]
     assert [row.token_ids for row in generate_rows(model, prompts, config)] == expected
@@ -68,7 +50,7 @@ def test_greedy_ids_equal_transformers_alone_and_in_one_batch(family, use_cache,
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_in_pieces_gives_the_same_ids(family):
-    model, cases = load(family)
+    model, cases = load_with_cases(family)
     prompts, expected = [case["input_ids"] for case in cases], [case["greedy"] for case in cases]
     rows = generate_rows(model, prompts, GenerationConfig(max_new_tokens=24, prefill_chunk_size=3))
     assert [row.token_ids for row in rows] == expected
@@ -76,7 +58,7 @@ def test_prompt_in_pieces_gives_the_same_ids(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_stop_at_any_id_of_the_eos_list(family):
-    model, cases = load(family)
+    model, cases = load_with_cases(family)
     for case in cases:
         config = GenerationConfig(max_new_tokens=24, eos_token_id=case["eos_list"]["eos_token_id"])
         row = generate_rows(model, [case["input_ids"]], config)[0]
@@ -85,7 +67,7 @@ def test_rows_stop_at_any_id_of_the_eos_list(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_that_ends_early_leaves_its_partners_alone(family):
-    model, cases = load(family)
+    model, cases = load_with_cases(family)
     prompts = [case["input_ids"] for case in cases]
     eos = cases[0]["greedy"][3]
     rows = generate_rows(model, prompts, GenerationConfig(max_new_tokens=24, eos_token_id=eos))

@@ -9,6 +9,7 @@ import pytest
 from mindspore import Tensor, _no_grad
 from safetensors.numpy import load_file
 
+from mindformers_ext import ops
 from mindformers_ext.checkpoint import load_weights
 from mindformers_ext.generate import GenerationConfig, generate_rows
 from mindformers_ext.models import transformer_config
@@ -120,6 +121,26 @@ def test_all_layers_in_one_call_give_the_bits_of_one_after_another(family, monke
     np.testing.assert_array_equal(together, apart)
     for one, other in zip(kept, kept_apart, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@needs_kernels
+def test_without_a_cache_all_layers_use_one_pair_of_buffers_and_give_the_bits_of_a_cache(monkeypatch):
+    model, cases = load("qwen3", "float32")
+    ids, given = cases[0]["input_ids"], []
+    original = ops.dense_layers
+
+    def spied(stack, hidden, rotary, visible, buffers, past):
+        given.append([id(buffer) for pair in buffers for buffer in pair])
+        return original(stack, hidden, rotary, visible, buffers, past)
+
+    monkeypatch.setattr(ops, "dense_layers", spied)
+    cache = model.new_cache(1, len(ids))
+    with _no_grad():
+        kept = model(Tensor(np.array([ids], np.int32)), past_key_values=cache)["logits"].asnumpy()[0]
+    np.testing.assert_array_equal(logits_of(model, ids), kept)
+    layers = model.config.num_layers
+    assert [len(buffers) for buffers in given] == [2 * layers, 2 * layers]
+    assert [len(set(buffers)) for buffers in given] == [2 * layers, 2]
 
 
 @needs_kernels
