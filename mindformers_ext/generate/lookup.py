@@ -8,8 +8,8 @@ greedy or sampled (Saxena 2023; transformers' PromptLookupCandidateGenerator has
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
 from mindformers_ext.generate.gathering import Logits
 from mindformers_ext.generate.kv_cache import KVCache, can_crop
+from mindformers_ext.generate.model_call import layout_of, pads_obstacle
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.generate.stepwise import Answers, check_room, run_prompts, scores_of
@@ -38,13 +39,11 @@ def lookup_obstacle(model: Any, num_rows: int) -> str | None:
     alone = "give one prompt and one answer at a time (inference.batch_size: 1)"
     if not getattr(model, "can_crop_cache", True):
         return f"layers that cannot take tokens back try drafts for one row only; {alone}"
-    shard = getattr(model, "model_shard", None)
-    if shard is not None and shard.context.cp.size > 1:
+    if layout_of(model).cp.size > 1:
         return f"under context parallelism drafts are tried for one row only; {alone}"
-    accepted = inspect.signature(model.construct).parameters
-    missing = [name for name in ("attention_mask", "position_ids") if name not in accepted]
-    if missing:
-        return f"{type(model).__name__}.construct takes no {' and no '.join(missing)}, so rows cannot go apart; {alone}"
+    obstacle = pads_obstacle(model)
+    if obstacle is not None:
+        return f"{obstacle}, so rows cannot go apart; {alone}"
     return None
 
 
@@ -74,6 +73,7 @@ def propose(ids: np.ndarray, count: int, longest: int, stop: Sequence[int] = ())
     return ids[:0]
 
 
+@dataclass(eq=False, repr=False)
 class DraftForward(BatchForward):
     """A batch whose rows get several tokens at a time, of which each keeps a number of its own.
 
@@ -81,36 +81,20 @@ class DraftForward(BatchForward):
     cannot drop tokens is put back to what it was before them; those to be kept are read again with the next ones.
 
     Args:
-        model: see `BatchForward`, as the rest.
-        prompts: see there.
-        max_new_tokens: see there.
-        use_cache: see there.
-        chunk_size: see there.
-        before_forward: see there.
-        fill: see there.
-        num_drafts: most drafted tokens of a row.
+        num_drafts: most drafted tokens of a row; the rest is that of `BatchForward`.
 
     Raises:
         ValueError: see `BatchForward`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        use_cache: bool,
-        chunk_size: int,
-        before_forward: Callable[[], None] | None = None,
-        fill: Callable[[BatchForward], int] | None = None,
-        num_drafts: int = 1,
-    ) -> None:
-        super().__init__(model, prompts, max_new_tokens + num_drafts, use_cache, chunk_size, before_forward, fill)
-        self._capacity = self.length + max_new_tokens + num_drafts
+    num_drafts: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._width = 0
         self._spare: KVCache | None = None
-        if self._cache is not None and not can_crop(model, self._cache):
-            self._spare = KVCache(model.new_cache(1, self._capacity))
+        if self._cache is not None and not can_crop(self.call.model, self._cache):
+            self._spare = self.call.new_cache(1, self._capacity)
         self._saved = 0  # tokens of the state that `_spare` holds
 
     @property
@@ -132,7 +116,6 @@ class DraftForward(BatchForward):
         for row, given in zip(self._live, tokens, strict=True):
             ids[row, : len(given)], mask[row, : len(given)] = given, 1
         self._ids, self._mask = np.concatenate((self._ids, ids), axis=1), np.concatenate((self._mask, mask), axis=1)
-        self._padded = bool((self._mask == 0).any())
         self._width = width
         if self._spare is not None and width > 1:
             self._save(self._spare)
@@ -152,7 +135,6 @@ class DraftForward(BatchForward):
                 self._restore(self._spare)
             elif self._cache is not None:
                 self._cache.crop(end)
-        self._padded = bool((self._mask == 0).any())
 
     def close(self) -> None:
         """See `BatchForward.close`."""
@@ -164,6 +146,10 @@ class DraftForward(BatchForward):
         super()._measure()
         if self._spare is not None and self._cache is not None:
             self.cache_bytes = max(self.cache_bytes, self._cache.nbytes + self._spare.nbytes)
+
+    @property
+    def _most_added(self) -> int:
+        return self.max_new_tokens + self.num_drafts
 
     @property
     def _held(self) -> int:
