@@ -20,7 +20,7 @@ from mindformers_ext.generate.model_call import ModelCall, layout_of, limits_of
 from mindformers_ext.generate.prefix import PrefixCache
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
-from mindformers_ext.generate.stepwise import choose_tokens
+from mindformers_ext.generate.stepwise import Loop, choose_tokens
 from mindformers_ext.generate.stopping import DecodeNew, Stopping
 from mindformers_ext.generate.streamers import Streamer
 from mindformers_ext.generate.utils import left_pad, right_pad
@@ -114,7 +114,7 @@ def generate_rows(
         record_ids: index of each prompt's record, which sampling draws its noise from; None counts from 0.
         decode: see `generate`.
         streamer: see `generate`.
-        step_scores: see `choose_tokens`.
+        step_scores: see `Loop`.
         before_forward: is called before each forward; what it raises ends the call.
         prefixes: shares the common beginning of the prompts; None computes each prompt as a whole.
 
@@ -147,7 +147,7 @@ def generate_rows(
                 fill=None if prefixes is None else prefixes.fill,
             )
             try:
-                answers = _decoded(forward, rows, config, stopping, stats, streamer, step_scores)
+                answers = _decoded(forward, rows, Loop(config, stopping, stats, streamer, step_scores))
                 forward.finish()
                 return answers
             except Exception:
@@ -190,21 +190,13 @@ def _new_forward(config: GenerationConfig) -> Callable[..., BatchForward]:
     return BatchForward if drafts is None else partial(DraftForward, num_drafts=drafts)
 
 
-def _decoded(
-    forward: BatchForward,
-    rows: Rows,
-    config: GenerationConfig,
-    stopping: Stopping,
-    stats: GenerationStats,
-    streamer: Streamer | None,
-    step_scores: list[np.ndarray] | None,
-) -> list[GeneratedRow]:
+def _decoded(forward: BatchForward, rows: Rows, loop: Loop) -> list[GeneratedRow]:
     """The answers of a batch, by the loop that the options ask for."""
-    if config.num_beams > 1:
-        return search_beams(forward, rows, config, stopping, stats)
+    if loop.config.num_beams > 1:
+        return search_beams(forward, rows, loop.config, loop.stopping, loop.stats)
     if isinstance(forward, DraftForward):
-        return choose_drafted_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
-    return choose_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
+        return choose_drafted_tokens(forward, rows, loop)
+    return choose_tokens(forward, rows, loop)
 
 
 def _check_together(

@@ -22,10 +22,8 @@ from mindformers_ext.generate.gathering import Logits
 from mindformers_ext.generate.kv_cache import KVCache, can_crop
 from mindformers_ext.generate.model_call import layout_of, pads_obstacle
 from mindformers_ext.generate.rows import GeneratedRow, Rows
-from mindformers_ext.generate.stats import GenerationStats
-from mindformers_ext.generate.stepwise import Answers, check_room, run_prompts, scores_of
-from mindformers_ext.generate.stopping import RUNNING, Stopping
-from mindformers_ext.generate.streamers import Streamer
+from mindformers_ext.generate.stepwise import Answers, Loop, check_room, run_prompts, scores_of
+from mindformers_ext.generate.stopping import RUNNING
 from mindformers_ext.models.cache import RowCopy
 
 # Tokens that may wait to be read again with the next draft, where a state cannot take back what it has read.
@@ -180,30 +178,19 @@ class DraftForward(BatchForward):
             self._cache.rearrange(slots)
 
 
-def choose_drafted_tokens(
-    forward: DraftForward,
-    rows: Rows,
-    config: GenerationConfig,
-    stopping: Stopping,
-    stats: GenerationStats,
-    streamer: Streamer | None = None,
-    step_scores: list[np.ndarray] | None = None,
-) -> list[GeneratedRow]:
+def choose_drafted_tokens(forward: DraftForward, rows: Rows, loop: Loop) -> list[GeneratedRow]:
     """Runs a batch to its end, like `choose_tokens`, with ``config.prompt_lookup_num_tokens`` drafted tokens a step.
 
     Args:
         forward: the batch, nothing of it run yet.
-        rows: its rows.
-        config: options.
-        stopping: ends rows.
-        stats: is added to.
-        streamer: is given each token of the row, of which there is one only.
-        step_scores: see `choose_tokens`.
+        rows: its rows; a streamer gets the tokens of one only.
+        loop: the rest.
     """
+    config, stats = loop.config, loop.stats
     logits, rows = run_prompts(forward, rows, config, stats)
-    if step_scores is not None:
+    if loop.step_scores is not None:
         check_room(logits.vocab_size, rows)
-    chooser = _Chooser(logits.vocab_size, rows, config, stopping, stats, streamer, step_scores)
+    chooser = _Chooser(logits.vocab_size, rows, loop)
     # Rows advance at their own pace, so each is a batch of its own to all but the forward.
     running = [rows.select(np.array([row])) for row in range(len(rows))]
     drafts = [np.empty(0, np.int64)] * len(rows)
@@ -246,26 +233,13 @@ class _Chooser:
     Args:
         vocab_size: V.
         rows: all rows.
-        config: see `choose_drafted_tokens`, as the rest.
-        stopping: see there.
-        stats: see there.
-        streamer: see there.
-        step_scores: see there.
+        loop: see `choose_drafted_tokens`.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        rows: Rows,
-        config: GenerationConfig,
-        stopping: Stopping,
-        stats: GenerationStats,
-        streamer: Streamer | None,
-        step_scores: list[np.ndarray] | None,
-    ) -> None:
-        self.answers = Answers(len(rows), int(rows.budgets.max()), config)
-        self._choose = Choice(config, vocab_size, watched=step_scores is not None)
-        self._stopping, self._stats, self._streamer, self._step_scores = stopping, stats, streamer, step_scores
+    def __init__(self, vocab_size: int, rows: Rows, loop: Loop) -> None:
+        self.answers = Answers(len(rows), int(rows.budgets.max()), loop.config)
+        self._choose = Choice(loop.config, vocab_size, watched=loop.step_scores is not None)
+        self._loop = loop
 
     def follow(self, row: Rows, draft: np.ndarray, logits_at: Callable[[int], Logits]) -> int | None:
         """Chooses the tokens of a row as far as its draft is right, and one more.
@@ -282,12 +256,12 @@ class _Chooser:
             step = self._choose(logits_at(place), row)
             self._note(row, step)
             right = place < len(draft) and step.tokens[0] == draft[place]
-            self._stats.accepted_tokens += int(right)
-            self._stats.decode_tokens += int(row.step > 0)
+            self._loop.stats.accepted_tokens += int(right)
+            self._loop.stats.decode_tokens += int(row.step > 0)
             row.append(step.tokens)
-            if self._streamer is not None:
-                self._streamer.put(step.tokens)
-            verdict = self._stopping.check(step.tokens, row.step, row.budgets, row.context, scores_of(step))
+            if self._loop.streamer is not None:
+                self._loop.streamer.put(step.tokens)
+            verdict = self._loop.stopping.check(step.tokens, row.step, row.budgets, row.context, scores_of(step))
             if verdict.codes[0] != RUNNING:
                 self.answers.finish(row, verdict)
                 return None
@@ -297,9 +271,10 @@ class _Chooser:
 
     def _note(self, row: Rows, step: Chosen) -> None:
         self.answers.record(row, step)
-        if self._step_scores is None:
+        step_scores = self._loop.step_scores
+        if step_scores is None:
             return
         assert step.scores is not None
-        if row.step == len(self._step_scores):
-            self._step_scores.append(self.answers.spread(row, step.scores, np.nan))
-        self._step_scores[row.step][row.origins] = step.scores
+        if row.step == len(step_scores):
+            step_scores.append(self.answers.spread(row, step.scores, np.nan))
+        step_scores[row.step][row.origins] = step.scores
