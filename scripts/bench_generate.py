@@ -100,9 +100,10 @@ class Ours:
         from mindspore import _no_grad
 
         from mindformers_ext.generate.forward import BatchForward
+        from mindformers_ext.generate.model_call import ModelCall
 
         with _no_grad():
-            batch = BatchForward(self.model, prompts, new_tokens, use_cache=True, chunk_size=512)
+            batch = BatchForward(ModelCall(self.model), prompts, new_tokens, use_cache=True, chunk_size=512)
             started = time.perf_counter()
             scores = batch.prefill().whole()
             prefill = time.perf_counter() - started

@@ -1,11 +1,11 @@
 """Token ids in, token ids out: the decode loop, its caches and its choices."""
 
 from mindformers_ext.generate.configuration import GenerationConfig
-from mindformers_ext.generate.forward import run_idle
 from mindformers_ext.generate.generation import GenerateOutput, generate, generate_rows
 from mindformers_ext.generate.kv_cache import KVCache
 from mindformers_ext.generate.lookup import lookup_obstacle
 from mindformers_ext.generate.mixin import GenerateMixin
+from mindformers_ext.generate.model_call import run_idle
 from mindformers_ext.generate.plugins import LogitsProcessor, StoppingCriteria
 from mindformers_ext.generate.prefix import PrefixCache, SharedPrefix, shared_prefix, sharing_obstacle
 from mindformers_ext.generate.rows import FinishReason, GeneratedRow

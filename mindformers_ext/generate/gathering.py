@@ -42,6 +42,11 @@ class Logits:
         """Whether other processes hold scores that this one does not."""
         return self.context.tp.size > 1 or self.context.pp.size > 1
 
+    @property
+    def first_id(self) -> int:
+        """The id that the first column of `local` is for."""
+        return split_evenly(self.vocab_size, self.context.tp.size, self.context.tp.rank)[0]
+
     def select(self, rows: np.ndarray) -> Logits:
         """The scores of some rows, int ``[new R]``; a row may be taken more than once."""
         return replace(self, local=None if self.local is None else self.local[rows], num_rows=len(rows))
@@ -138,14 +143,7 @@ class Logits:
 
     def shared(self, array: np.ndarray | None, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Gives all stages what the last one has, of this shape and type."""
-        pp = self.context.pp
-        if pp.size == 1:
-            assert array is not None
-            return array
-        with self.waiting():
-            return pp.broadcast(
-                np.zeros(shape, dtype) if array is None else array.astype(dtype, copy=False), pp.size - 1
-            )
+        return from_last_stage(array, shape, dtype, self.context.pp, self.waiting)
 
     def _exchanged(
         self, values: np.ndarray, ids: np.ndarray, extra: np.ndarray | None = None
@@ -160,9 +158,8 @@ class Logits:
         Returns:
             float32, int32, and int32 ``[R, parts]``, or ``[R, 0]``.
         """
-        first, _ = split_evenly(self.vocab_size, self.context.tp.size, self.context.tp.rank)
         extra = np.zeros((len(values), 0), np.int32) if extra is None else extra[:, None]
-        received = self.context.tp.all_gather(_packed(values, ids + first, extra))
+        received = self.context.tp.all_gather(_packed(values, ids + self.first_id, extra))
         parts, rows, width = received.shape
         values, ids, extras = _unpacked(received.reshape(parts * rows, width))
 
@@ -170,6 +167,30 @@ class Logits:
             return np.ascontiguousarray(np.moveaxis(array.reshape(parts, rows, -1), 0, 1)).reshape(rows, -1)
 
         return by_row(values), by_row(ids), by_row(extras)
+
+
+def from_last_stage(
+    array: np.ndarray | None,
+    shape: tuple[int, ...],
+    dtype: Any,
+    stages: Group,
+    waiting: Callable[[], AbstractContextManager[None]],
+) -> np.ndarray:
+    """Gives all stages of a pipeline what the last one has.
+
+    Args:
+        array: of this shape and type in the last stage; of no meaning in the others.
+        shape: see there.
+        dtype: see there.
+        stages: the processes, all of which call this.
+        waiting: a block of time in which a stage waits for the last one.
+    """
+    if stages.size == 1:
+        assert array is not None
+        return array
+    with waiting():
+        sent = np.zeros(shape, dtype) if array is None else array.astype(dtype, copy=False)
+        return stages.broadcast(sent, stages.size - 1)
 
 
 def gather_vocab_parallel_logits(local: np.ndarray, vocab_size: int, group: Group) -> np.ndarray:

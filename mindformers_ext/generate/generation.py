@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,14 +16,14 @@ from mindformers_ext.generate.beam_search import search_beams
 from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
 from mindformers_ext.generate.lookup import DraftForward, choose_drafted_tokens, lookup_obstacle
-from mindformers_ext.generate.noise import fresh_seed
+from mindformers_ext.generate.model_call import ModelCall, layout_of, limits_of
 from mindformers_ext.generate.prefix import PrefixCache
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
-from mindformers_ext.generate.stepwise import choose_tokens
+from mindformers_ext.generate.stepwise import Loop, choose_tokens
 from mindformers_ext.generate.stopping import DecodeNew, Stopping
 from mindformers_ext.generate.streamers import Streamer
-from mindformers_ext.generate.utils import left_pad
+from mindformers_ext.generate.utils import left_pad, right_pad
 from mindformers_ext.runtime import logger
 
 # Alternatives that the rows of one generation may have; each becomes a pair of Python objects.
@@ -61,7 +60,7 @@ def generate(
     """Extends each row of a batch.
 
     Args:
-        model: any Cell that meets the contract of `BatchForward`; it is put into evaluation for the call.
+        model: any Cell that meets the contract of `ModelCall`; it is put into evaluation for the call.
         input_ids: integers ``[B, S]``, padded on the left.
         generation_config: options; None takes the defaults.
         attention_mask: ``[B, S]``, 1 for a real token and 0 for a pad; None means that there are no pads.
@@ -83,10 +82,7 @@ def generate(
     step_scores: list[np.ndarray] | None = [] if config.output_scores and config.return_dict_in_generate else None
     answers = generate_rows(model, prompts, config, decode=decode, streamer=streamer, step_scores=step_scores)
     rows = [prompts[i // config.num_return_sequences] + answer.token_ids for i, answer in enumerate(answers)]
-    result = np.full((len(rows), max(map(len, rows))), config.filler, np.int32)
-    for index, row in enumerate(rows):
-        result[index, : len(row)] = row
-    sequences = Tensor.from_numpy(result)
+    sequences = Tensor.from_numpy(right_pad(rows, config.filler))
     if not config.return_dict_in_generate:
         return sequences
     scores = None
@@ -118,7 +114,7 @@ def generate_rows(
         record_ids: index of each prompt's record, which sampling draws its noise from; None counts from 0.
         decode: see `generate`.
         streamer: see `generate`.
-        step_scores: see `choose_tokens`.
+        step_scores: see `Loop`.
         before_forward: is called before each forward; what it raises ends the call.
         prefixes: shares the common beginning of the prompts; None computes each prompt as a whole.
 
@@ -130,12 +126,10 @@ def generate_rows(
         FloatingPointError: see `generate`.
     """
     stats = GenerationStats() if stats is None else stats
-    if config.do_sample and config.seed is None:
-        config = copy.copy(config)
-        config.seed = fresh_seed()
+    given, config = config, config.with_seed()
+    if config is not given:
         logger.info("seed of sampling: %d", config.seed)
-    shard = getattr(model, "model_shard", None)
-    stopping = Stopping(config, decode, bool if shard is None else shard.context.unit.any)
+    stopping = Stopping(config, decode, layout_of(model).unit.any)
     rows = Rows(prompts, range(len(prompts)) if record_ids is None else record_ids, row_budgets(prompts, config))
     check_limits(model, prompts, rows.budgets)
     _check_together(model, config, len(rows), streamer, step_scores)
@@ -145,16 +139,15 @@ def generate_rows(
             streamer.put(left_pad(prompts, config.filler)[0])
         with ms._no_grad(), evaluating(model):
             forward = _new_forward(config)(
-                model,
+                ModelCall(model, before_forward),
                 prompts,
                 int(rows.budgets.max()),
                 config.use_cache,
                 config.prefill_chunk_size,
-                before_forward=before_forward,
                 fill=None if prefixes is None else prefixes.fill,
             )
             try:
-                answers = _decoded(forward, rows, config, stopping, stats, streamer, step_scores)
+                answers = _decoded(forward, rows, Loop(config, stopping, stats, streamer, step_scores))
                 forward.finish()
                 return answers
             except Exception:
@@ -163,8 +156,7 @@ def generate_rows(
                 raise
             finally:
                 forward.close()
-                stats.forwards += forward.num_forwards
-                stats.cache_bytes = max(stats.cache_bytes, forward.cache_bytes)
+                stats.add_forwards(forward.num_forwards, forward.cache_bytes)
     finally:
         if streamer is not None:
             streamer.end()
@@ -198,21 +190,13 @@ def _new_forward(config: GenerationConfig) -> Callable[..., BatchForward]:
     return BatchForward if drafts is None else partial(DraftForward, num_drafts=drafts)
 
 
-def _decoded(
-    forward: BatchForward,
-    rows: Rows,
-    config: GenerationConfig,
-    stopping: Stopping,
-    stats: GenerationStats,
-    streamer: Streamer | None,
-    step_scores: list[np.ndarray] | None,
-) -> list[GeneratedRow]:
+def _decoded(forward: BatchForward, rows: Rows, loop: Loop) -> list[GeneratedRow]:
     """The answers of a batch, by the loop that the options ask for."""
-    if config.num_beams > 1:
-        return search_beams(forward, rows, config, stopping, stats)
+    if loop.config.num_beams > 1:
+        return search_beams(forward, rows, loop.config, loop.stopping, loop.stats)
     if isinstance(forward, DraftForward):
-        return choose_drafted_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
-    return choose_tokens(forward, rows, config, stopping, stats, streamer, step_scores)
+        return choose_drafted_tokens(forward, rows, loop)
+    return choose_tokens(forward, rows, loop)
 
 
 def _check_together(
@@ -262,16 +246,15 @@ def row_budgets(prompts: Sequence[Sequence[int]], config: GenerationConfig) -> l
 
 def check_limits(model: Any, prompts: Sequence[Sequence[int]], budgets: np.ndarray) -> None:
     """Refuses ids that the model does not have and rows that would grow beyond its length, if its config tells."""
-    limits = getattr(model, "config", None)
-    vocab_size, seq_length = getattr(limits, "vocab_size", None), getattr(limits, "seq_length", None)
+    vocab_size, seq_length = limits_of(model)
     for row, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
         smallest, largest = min(prompt, default=0), max(prompt, default=0)
-        if smallest < 0 or (isinstance(vocab_size, int) and largest >= vocab_size):
-            allowed = f"0 to {vocab_size - 1}" if isinstance(vocab_size, int) else "0 and above"
+        if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
+            allowed = f"0 to {vocab_size - 1}" if vocab_size is not None else "0 and above"
             raise ValueError(
                 f"row {row} has token id {smallest if smallest < 0 else largest}; the model's ids are {allowed}"
             )
-        if isinstance(seq_length, int) and 0 < seq_length < len(prompt) + budget:
+        if seq_length is not None and seq_length < len(prompt) + budget:
             raise ValueError(
                 f"row {row}: {len(prompt)} prompt tokens + {budget} new tokens exceed the model's length {seq_length}; "
                 "set max_new_tokens or max_length"

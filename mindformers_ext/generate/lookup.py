@@ -8,8 +8,8 @@ greedy or sampled (Saxena 2023; transformers' PromptLookupCandidateGenerator has
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,10 @@ from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
 from mindformers_ext.generate.gathering import Logits
 from mindformers_ext.generate.kv_cache import KVCache, can_crop
+from mindformers_ext.generate.model_call import layout_of, pads_obstacle
 from mindformers_ext.generate.rows import GeneratedRow, Rows
-from mindformers_ext.generate.stats import GenerationStats
-from mindformers_ext.generate.stepwise import Answers, check_room, run_prompts, scores_of
-from mindformers_ext.generate.stopping import RUNNING, Stopping
-from mindformers_ext.generate.streamers import Streamer
+from mindformers_ext.generate.stepwise import Answers, Loop, check_room, run_prompts, scores_of
+from mindformers_ext.generate.stopping import RUNNING
 from mindformers_ext.models.cache import RowCopy
 
 # Tokens that may wait to be read again with the next draft, where a state cannot take back what it has read.
@@ -38,13 +37,11 @@ def lookup_obstacle(model: Any, num_rows: int) -> str | None:
     alone = "give one prompt and one answer at a time (inference.batch_size: 1)"
     if not getattr(model, "can_crop_cache", True):
         return f"layers that cannot take tokens back try drafts for one row only; {alone}"
-    shard = getattr(model, "model_shard", None)
-    if shard is not None and shard.context.cp.size > 1:
+    if layout_of(model).cp.size > 1:
         return f"under context parallelism drafts are tried for one row only; {alone}"
-    accepted = inspect.signature(model.construct).parameters
-    missing = [name for name in ("attention_mask", "position_ids") if name not in accepted]
-    if missing:
-        return f"{type(model).__name__}.construct takes no {' and no '.join(missing)}, so rows cannot go apart; {alone}"
+    obstacle = pads_obstacle(model)
+    if obstacle is not None:
+        return f"{obstacle}, so rows cannot go apart; {alone}"
     return None
 
 
@@ -74,6 +71,7 @@ def propose(ids: np.ndarray, count: int, longest: int, stop: Sequence[int] = ())
     return ids[:0]
 
 
+@dataclass(eq=False, repr=False)
 class DraftForward(BatchForward):
     """A batch whose rows get several tokens at a time, of which each keeps a number of its own.
 
@@ -81,36 +79,20 @@ class DraftForward(BatchForward):
     cannot drop tokens is put back to what it was before them; those to be kept are read again with the next ones.
 
     Args:
-        model: see `BatchForward`, as the rest.
-        prompts: see there.
-        max_new_tokens: see there.
-        use_cache: see there.
-        chunk_size: see there.
-        before_forward: see there.
-        fill: see there.
-        num_drafts: most drafted tokens of a row.
+        num_drafts: most drafted tokens of a row; the rest is that of `BatchForward`.
 
     Raises:
         ValueError: see `BatchForward`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        use_cache: bool,
-        chunk_size: int,
-        before_forward: Callable[[], None] | None = None,
-        fill: Callable[[BatchForward], int] | None = None,
-        num_drafts: int = 1,
-    ) -> None:
-        super().__init__(model, prompts, max_new_tokens + num_drafts, use_cache, chunk_size, before_forward, fill)
-        self._capacity = self.length + max_new_tokens + num_drafts
+    num_drafts: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._width = 0
         self._spare: KVCache | None = None
-        if self._cache is not None and not can_crop(model, self._cache):
-            self._spare = KVCache(model.new_cache(1, self._capacity))
+        if self._cache is not None and not can_crop(self.call.model, self._cache):
+            self._spare = self.call.new_cache(1, self._capacity)
         self._saved = 0  # tokens of the state that `_spare` holds
 
     @property
@@ -132,7 +114,6 @@ class DraftForward(BatchForward):
         for row, given in zip(self._live, tokens, strict=True):
             ids[row, : len(given)], mask[row, : len(given)] = given, 1
         self._ids, self._mask = np.concatenate((self._ids, ids), axis=1), np.concatenate((self._mask, mask), axis=1)
-        self._padded = bool((self._mask == 0).any())
         self._width = width
         if self._spare is not None and width > 1:
             self._save(self._spare)
@@ -152,7 +133,6 @@ class DraftForward(BatchForward):
                 self._restore(self._spare)
             elif self._cache is not None:
                 self._cache.crop(end)
-        self._padded = bool((self._mask == 0).any())
 
     def close(self) -> None:
         """See `BatchForward.close`."""
@@ -164,6 +144,10 @@ class DraftForward(BatchForward):
         super()._measure()
         if self._spare is not None and self._cache is not None:
             self.cache_bytes = max(self.cache_bytes, self._cache.nbytes + self._spare.nbytes)
+
+    @property
+    def _most_added(self) -> int:
+        return self.max_new_tokens + self.num_drafts
 
     @property
     def _held(self) -> int:
@@ -194,30 +178,19 @@ class DraftForward(BatchForward):
             self._cache.rearrange(slots)
 
 
-def choose_drafted_tokens(
-    forward: DraftForward,
-    rows: Rows,
-    config: GenerationConfig,
-    stopping: Stopping,
-    stats: GenerationStats,
-    streamer: Streamer | None = None,
-    step_scores: list[np.ndarray] | None = None,
-) -> list[GeneratedRow]:
+def choose_drafted_tokens(forward: DraftForward, rows: Rows, loop: Loop) -> list[GeneratedRow]:
     """Runs a batch to its end, like `choose_tokens`, with ``config.prompt_lookup_num_tokens`` drafted tokens a step.
 
     Args:
         forward: the batch, nothing of it run yet.
-        rows: its rows.
-        config: options.
-        stopping: ends rows.
-        stats: is added to.
-        streamer: is given each token of the row, of which there is one only.
-        step_scores: see `choose_tokens`.
+        rows: its rows; a streamer gets the tokens of one only.
+        loop: the rest.
     """
+    config, stats = loop.config, loop.stats
     logits, rows = run_prompts(forward, rows, config, stats)
-    if step_scores is not None:
+    if loop.step_scores is not None:
         check_room(logits.vocab_size, rows)
-    chooser = _Chooser(logits.vocab_size, rows, config, stopping, stats, streamer, step_scores)
+    chooser = _Chooser(logits.vocab_size, rows, loop)
     # Rows advance at their own pace, so each is a batch of its own to all but the forward.
     running = [rows.select(np.array([row])) for row in range(len(rows))]
     drafts = [np.empty(0, np.int64)] * len(rows)
@@ -260,26 +233,13 @@ class _Chooser:
     Args:
         vocab_size: V.
         rows: all rows.
-        config: see `choose_drafted_tokens`, as the rest.
-        stopping: see there.
-        stats: see there.
-        streamer: see there.
-        step_scores: see there.
+        loop: see `choose_drafted_tokens`.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        rows: Rows,
-        config: GenerationConfig,
-        stopping: Stopping,
-        stats: GenerationStats,
-        streamer: Streamer | None,
-        step_scores: list[np.ndarray] | None,
-    ) -> None:
-        self.answers = Answers(len(rows), int(rows.budgets.max()), config)
-        self._choose = Choice(config, vocab_size, watched=step_scores is not None)
-        self._stopping, self._stats, self._streamer, self._step_scores = stopping, stats, streamer, step_scores
+    def __init__(self, vocab_size: int, rows: Rows, loop: Loop) -> None:
+        self.answers = Answers(len(rows), int(rows.budgets.max()), loop.config)
+        self._choose = Choice(loop.config, vocab_size, watched=loop.step_scores is not None)
+        self._loop = loop
 
     def follow(self, row: Rows, draft: np.ndarray, logits_at: Callable[[int], Logits]) -> int | None:
         """Chooses the tokens of a row as far as its draft is right, and one more.
@@ -296,12 +256,12 @@ class _Chooser:
             step = self._choose(logits_at(place), row)
             self._note(row, step)
             right = place < len(draft) and step.tokens[0] == draft[place]
-            self._stats.accepted_tokens += int(right)
-            self._stats.decode_tokens += int(row.step > 0)
+            self._loop.stats.accepted_tokens += int(right)
+            self._loop.stats.decode_tokens += int(row.step > 0)
             row.append(step.tokens)
-            if self._streamer is not None:
-                self._streamer.put(step.tokens)
-            verdict = self._stopping.check(step.tokens, row.step, row.budgets, row.context, scores_of(step))
+            if self._loop.streamer is not None:
+                self._loop.streamer.put(step.tokens)
+            verdict = self._loop.stopping.check(step.tokens, row.step, row.budgets, row.context, scores_of(step))
             if verdict.codes[0] != RUNNING:
                 self.answers.finish(row, verdict)
                 return None
@@ -311,9 +271,10 @@ class _Chooser:
 
     def _note(self, row: Rows, step: Chosen) -> None:
         self.answers.record(row, step)
-        if self._step_scores is None:
+        step_scores = self._loop.step_scores
+        if step_scores is None:
             return
         assert step.scores is not None
-        if row.step == len(self._step_scores):
-            self._step_scores.append(self.answers.spread(row, step.scores, np.nan))
-        self._step_scores[row.step][row.origins] = step.scores
+        if row.step == len(step_scores):
+            step_scores.append(self.answers.spread(row, step.scores, np.nan))
+        step_scores[row.step][row.origins] = step.scores

@@ -13,7 +13,7 @@ from mindformers_ext.generate.streamers import Streamer
 
 
 class GenerateMixin:
-    """Adds `generate` to a Cell that meets the contract of `mindformers_ext.generate.forward.BatchForward`."""
+    """Adds `generate` to a Cell that meets the contract of `mindformers_ext.generate.model_call.ModelCall`."""
 
     def generate(
         self,

@@ -16,6 +16,7 @@ import numpy as np
 
 from mindformers_ext.generate.forward import BatchForward
 from mindformers_ext.generate.kv_cache import KVCache, can_crop
+from mindformers_ext.generate.model_call import ModelCall, layout_of
 from mindformers_ext.generate.stats import GenerationStats
 from mindformers_ext.models.cache import RowCopy
 
@@ -55,8 +56,7 @@ def sharing_obstacle(model: Any, use_cache: bool = True) -> str | None:
         return "use_cache is false, so nothing is remembered of a prompt"
     if not hasattr(model, "new_cache"):
         return f"{type(model).__name__} has no new_cache(), so its cache cannot be filled"
-    shard = getattr(model, "model_shard", None)
-    if shard is not None and shard.context.cp.size > 1:
+    if layout_of(model).cp.size > 1:
         return "under context parallelism each process keeps other tokens of a row, by their place in the batch"
     return None
 
@@ -82,7 +82,7 @@ def shared_prefix(
     if obstacle is not None:
         raise ValueError(f"prompts cannot share a prefix: {obstacle}")
     with ms._no_grad():
-        forward = BatchForward(model, [ids], 0, True, chunk_size, before_forward)
+        forward = BatchForward(ModelCall(model, before_forward), [ids], 0, True, chunk_size)
         forward.prefill()
     assert forward.cache is not None
     return SharedPrefix(model, np.asarray(ids, np.int64), forward.cache)
@@ -104,8 +104,7 @@ class PrefixCache:
         self._model, self._stats, self._least = model, stats, least
         self._kept: list[SharedPrefix] = []  # the one used last is the last one
         self._before = np.empty(0, np.int64)  # a prompt of the last batch
-        shard = getattr(model, "model_shard", None)
-        self._unit = None if shard is None else shard.context.unit
+        self._unit = layout_of(model).unit
 
     def fill(self, forward: BatchForward) -> int:
         """Gives rows the state of their common beginning; see ``fill`` of `BatchForward`."""
@@ -136,12 +135,11 @@ class PrefixCache:
             if usable > size:
                 best, size = state, usable
         again = len(_common([self._before, common]))
-        if self._unit is not None:
-            # A batch that failed on one process alone may have left them with different states.
-            everyone = self._unit.all_gather(np.array([size, again], np.int64))
-            if (everyone != everyone[0]).any():
-                self._kept.clear()
-                return None, 0, 0
+        # A batch that failed on one process alone may have left them with different states.
+        everyone = self._unit.all_gather(np.array([size, again], np.int64))
+        if (everyone != everyone[0]).any():
+            self._kept.clear()
+            return None, 0, 0
         return best, size, again
 
     def _computed(self, ids: np.ndarray, state: SharedPrefix | None, size: int, forward: BatchForward) -> SharedPrefix:
@@ -149,7 +147,6 @@ class PrefixCache:
         fill = None if state is None else lambda part: _place(part, state, size)[0]
         part = forward.part([ids.tolist()], fill)
         part.prefill()
-        forward.num_forwards += part.num_forwards
         assert part.cache is not None
         self._stats.prefix_tokens += len(ids) - size
         computed = SharedPrefix(self._model, ids, part.cache)
@@ -203,7 +200,6 @@ def _place(forward: BatchForward, prefix: SharedPrefix, count: int) -> tuple[int
             prompts = [list(forward.prompts[row])[:-1] for row in rows]
             part = forward.part(prompts, lambda it: _place(it, prefix, count)[0])
             part.prefill()
-            forward.num_forwards += part.num_forwards
             assert part.cache is not None
             cache, sources = part.cache, list(range(len(rows)))
         copies = [

@@ -6,8 +6,6 @@ steps, so its tokens are those that it gets in any other batch.
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +15,7 @@ import numpy as np
 
 from mindformers_ext.generate.choice import Choice, Chosen
 from mindformers_ext.generate.configuration import GenerationConfig
-from mindformers_ext.generate.forward import BatchForward, run_idle
+from mindformers_ext.generate.forward import BatchForward
 from mindformers_ext.generate.gathering import Logits
 from mindformers_ext.generate.generation import (
     MOST_ALTERNATIVES,
@@ -27,7 +25,7 @@ from mindformers_ext.generate.generation import (
     row_budgets,
 )
 from mindformers_ext.generate.logprobs import Recorded, record_logprobs
-from mindformers_ext.generate.noise import fresh_seed
+from mindformers_ext.generate.model_call import ModelCall, layout_of, pads_obstacle, run_idle
 from mindformers_ext.generate.prefix import PrefixCache
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
@@ -46,13 +44,11 @@ def refill_obstacle(model: Any, config: GenerationConfig, num_prompts: int) -> s
         return "prompt lookup takes a batch from its beginning to its end"
     if config.max_time is not None:
         return "max_time counts from the beginning of a batch"
-    shard = getattr(model, "model_shard", None)
-    if shard is not None and shard.context.cp.size > 1:
+    if layout_of(model).cp.size > 1:
         return "under context parallelism a process would come to keep more than its part of the cache"
-    accepted = inspect.signature(model.construct).parameters
-    missing = [name for name in ("attention_mask", "position_ids") if name not in accepted]
-    if missing:
-        return f"{type(model).__name__}.construct takes no {' and no '.join(missing)}"
+    obstacle = pads_obstacle(model)
+    if obstacle is not None:
+        return obstacle
     if num_alternatives([config.row_budget(1)] * num_prompts, config) > MOST_ALTERNATIVES:
         return f"output_logprobs {config.output_logprobs} of {num_prompts} prompts may not fit into memory"
     return None
@@ -96,15 +92,12 @@ class RefilledBatch:
         step_check: Callable[[], Callable[[], None]] | None = None,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        if config.do_sample and config.seed is None:
-            config = copy.copy(config)
-            config.seed = fresh_seed()
-        shard = getattr(model, "model_shard", None)
+        config = config.with_seed()
         self._model, self._config, self._stats = model, config, stats
         self._forward: BatchForward | None = None
         self._rows: Rows | None = None
         self._logits: Logits | None = None
-        self._stopping = Stopping(config, decode, bool if shard is None else shard.context.unit.any)
+        self._stopping = Stopping(config, decode, layout_of(model).unit.any)
         self._step_check = step_check
         self._prefixes = prefixes
         self.reset(num_prompts)
@@ -174,12 +167,11 @@ class RefilledBatch:
         rows = Rows(prompts, record_ids, row_budgets(prompts, config))
         check_limits(self._model, prompts, rows.budgets)
         forward = BatchForward(
-            self._model,
+            ModelCall(self._model, self._before_forward),
             prompts,
             _ANY_LENGTH,
             config.use_cache,
             config.prefill_chunk_size,
-            before_forward=self._before_forward,
             fill=None if self._prefixes is None else self._prefixes.fill,
         )
         forward.limit(int((rows.prompt_lengths + rows.budgets).max()), int(rows.budgets.max()))
@@ -242,8 +234,7 @@ class RefilledBatch:
         """Frees the batch, of which no row is left or needed."""
         if self._forward is not None:
             self._forward.close()
-            self._stats.forwards += self._forward.num_forwards
-            self._stats.cache_bytes = max(self._stats.cache_bytes, self._forward.cache_bytes)
+            self._stats.add_forwards(self._forward.num_forwards, self._forward.cache_bytes)
         self._forward = self._rows = self._logits = None
 
 

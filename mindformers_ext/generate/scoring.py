@@ -6,26 +6,23 @@ continuations run over the copies. Otherwise each context is read together with 
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
 
 from mindformers_ext import ops
-from mindformers_ext.generate.forward import lockstep_of, unpacked
+from mindformers_ext.generate.gathering import Logits, from_last_stage
 from mindformers_ext.generate.generation import evaluating
 from mindformers_ext.generate.kv_cache import KVCache
+from mindformers_ext.generate.model_call import ModelCall, Outputs, limits_of, pads_obstacle
 from mindformers_ext.generate.stats import GenerationStats
-from mindformers_ext.generate.utils import _build_combined_mask, build_position_ids, left_pad
+from mindformers_ext.generate.utils import left_pad, right_pad
 from mindformers_ext.ops.token_scores import BEST, HIGHEST, SUM, TARGET
-from mindformers_ext.parallel.groups import single
 
 # Ids of a context, and those of a continuation of it, neither of them empty.
 Pair: TypeAlias = tuple[Sequence[int], Sequence[int]]
@@ -85,7 +82,8 @@ def score_groups(
     check_pairs(model, pairs)
     found: dict[int, Likelihood] = {}
     with ms._no_grad(), evaluating(model):
-        forwards = _Forwards(model, chunk_size, before_forward, GenerationStats() if stats is None else stats)
+        call = ModelCall(model, before_forward)
+        forwards = _Forwards(call, chunk_size, GenerationStats() if stats is None else stats)
         for chosen in _batches(pairs, len(groups)):
             part = [pairs[index] for index in chosen]
             is_shared = share_prefix and len({_context_of(pairs, number) for number in chosen}) < len(part)
@@ -93,7 +91,7 @@ def score_groups(
             if scores is None:
                 scores = _read_together(forwards, part, _ROWS_A_CONTEXT * len(groups))
             found |= zip(chosen, _likelihoods(forwards.joined(scores), part), strict=True)
-        forwards.finish()
+        call.finish()
     scored = iter([found[index] for index in range(len(pairs))])
     return [[next(scored) for _ in group] for group in groups]
 
@@ -104,16 +102,15 @@ def check_pairs(model: Any, pairs: Sequence[Pair]) -> None:
     Raises:
         ValueError: see `score_groups`; names the first one by its number.
     """
-    limits = getattr(model, "config", None)
-    vocab_size, seq_length = getattr(limits, "vocab_size", None), getattr(limits, "seq_length", None)
+    vocab_size, seq_length = limits_of(model)
     for number, (context, continuation) in enumerate(pairs):
         if not len(context) or not len(continuation):
             raise ValueError(f"pair {number} has an empty {'context' if not len(context) else 'continuation'}")
         ids = [*context, *continuation]
-        if min(ids) < 0 or (isinstance(vocab_size, int) and max(ids) >= vocab_size):
+        if min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise ValueError(f"pair {number} has token id {wrong}, which the model does not have")
-        if isinstance(seq_length, int) and 0 < seq_length < len(ids) - 1:
+        if seq_length is not None and seq_length < len(ids) - 1:
             raise ValueError(
                 f"pair {number}: {len(context)} tokens of context + {len(continuation)} of the continuation, of which "
                 f"the last is not read, exceed the model's length {seq_length}"
@@ -140,15 +137,17 @@ def _batches(pairs: Sequence[Pair], num_contexts: int) -> list[list[int]]:
 
 def _read_together(forwards: _Forwards, pairs: Sequence[Pair], num_rows: int) -> list[np.ndarray]:
     """Scores of each pair's continuation, float32 ``[n, 4]``; every row is a context and its continuation."""
+    takes_pads = pads_obstacle(forwards.call.model) is None
     scores: list[np.ndarray] = []
     for start in range(0, len(pairs), num_rows):
         part = pairs[start : start + num_rows]
         rows = [[*context, *continuation][:-1] for context, continuation in part]
         targets = [continuation for _, continuation in part]
-        if forwards.takes_pads:
+        if takes_pads:
             (ids, mask), asked = left_pad(rows), _aligned(rows, targets, right=True)
         else:
-            ids, asked = _filled(rows), _aligned(rows, targets, right=False)
+            # What follows a token changes nothing before it.
+            ids, asked = right_pad(rows), _aligned(rows, targets, right=False)
             mask = np.ones_like(ids)
         scores += _of_targets(forwards.read(ids, mask, asked), asked)
     return scores
@@ -161,12 +160,12 @@ def _read_once(forwards: _Forwards, pairs: Sequence[Pair]) -> list[np.ndarray] |
     rows = np.array([row_of[tuple(context)] for context, _ in pairs])
     ids, mask = left_pad(contexts)
     longest = max(len(continuation) for _, continuation in pairs)
-    cache = forwards.new_cache(len(contexts), ids.shape[1] + longest - 1)
+    cache = forwards.call.new_cache(len(contexts), ids.shape[1] + longest - 1)
     if cache is None:
         return None
     try:
         logits = forwards.prefill(ids, mask, cache)
-        if not forwards.keeps_cache:
+        if not forwards.call.keeps_cache:
             return None
         firsts = np.array([continuation[0] for _, continuation in pairs])
         scores = [part[None] for part in forwards.scores_of(logits, firsts, rows)]
@@ -179,7 +178,7 @@ def _read_once(forwards: _Forwards, pairs: Sequence[Pair]) -> list[np.ndarray] |
             chosen = rest[start : start + _ROWS_A_CONTEXT * len(contexts)]
             continuations = [list(pairs[number][1]) for number in chosen]
             read = [one[:-1] for one in continuations]
-            ids, asked = _filled(read), _aligned(read, [one[1:] for one in continuations], right=False)
+            ids, asked = right_pad(read), _aligned(read, [one[1:] for one in continuations], right=False)
             copied = cache.copied(rows[chosen])
             try:
                 found = forwards.read(ids, np.concatenate((mask[rows[chosen]], np.ones_like(ids)), 1), asked, copied)
@@ -190,14 +189,6 @@ def _read_once(forwards: _Forwards, pairs: Sequence[Pair]) -> list[np.ndarray] |
         return scores
     finally:
         cache.clear()
-
-
-def _filled(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """Ids int32 ``[B, S]``, filled up on the right: what follows a token changes nothing before it."""
-    ids = np.zeros((len(rows), max(map(len, rows))), np.int32)
-    for row, given in enumerate(rows):
-        ids[row, : len(given)] = given
-    return ids
 
 
 def _aligned(rows: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], right: bool) -> np.ndarray:
@@ -229,53 +220,27 @@ class _Forwards:
     """Runs a model for the scores of given tokens.
 
     Args:
-        model: see `score_groups`, as the rest.
-        chunk_size: see there.
-        before_forward: see there.
+        call: runs the model.
+        chunk_size: see `score_groups`.
         stats: see there.
-
-    Attributes:
-        keeps_cache: whether the model returns a cache, as far as is known.
-        takes_pads: whether rows may be padded on the left.
     """
 
-    def __init__(
-        self, model: Any, chunk_size: int, before_forward: Callable[[], None] | None, stats: GenerationStats
-    ) -> None:
-        self._model, self._chunk_size, self._before_forward, self._stats = model, chunk_size, before_forward, stats
-        shard = getattr(model, "model_shard", None)
-        self._layout = single() if shard is None else shard.context
-        runtime = getattr(model, "runtime", None)
-        self._waiting = nullcontext if runtime is None else runtime.waiting
-        self._accepts = set(inspect.signature(model.construct).parameters)
-        self._in_place = hasattr(model, "new_cache")
-        self._lockstep = lockstep_of(model)
-        self.keeps_cache = "past_key_values" in self._accepts
-        self.takes_pads = {"attention_mask", "position_ids"} <= self._accepts
+    def __init__(self, call: ModelCall, chunk_size: int, stats: GenerationStats) -> None:
+        self.call, self._chunk_size, self._stats = call, chunk_size, stats
 
-    def new_cache(self, num_rows: int, length: int) -> KVCache | None:
-        """An empty cache for rows of up to ``length`` tokens; None if the model keeps none."""
-        if not self.keeps_cache:
-            return None
-        return KVCache(self._model.new_cache(num_rows, length) if self._in_place else ())
-
-    def prefill(self, ids: np.ndarray, mask: np.ndarray, cache: KVCache) -> np.ndarray:
+    def prefill(self, ids: np.ndarray, mask: np.ndarray, cache: KVCache) -> Logits:
         """Fills a cache with rows ``[B, S]`` that are padded on the left.
 
         Returns:
-            Logits that follow the last tokens, float32 ``[B, V_local]``; zeros outside the last stage. Of no use if
-            it turns out that the model keeps no cache.
+            Logits that follow the last tokens. Of no use if it turns out that the model keeps no cache.
         """
         length = ids.shape[1]
-        logits = None
         for start in range(0, length, self._chunk_size):
             end = min(start + self._chunk_size, length)
-            logits = self._run(ids[:, start:end], mask[:, :end], cache)["logits"]
-            if not self.keeps_cache:
+            outputs = self._run(ids[:, start:end], mask[:, :end], cache)
+            if not self.call.keeps_cache:
                 break
-        if logits is None:
-            return np.zeros((len(ids), 1), np.float32)
-        return logits.asnumpy()[:, -1].astype(np.float32, copy=False)
+        return self.call.last_logits(outputs, len(ids))
 
     def read(self, ids: np.ndarray, mask: np.ndarray, targets: np.ndarray, cache: KVCache | None = None) -> np.ndarray:
         """Runs rows ``[B, S]`` and returns the scores of their targets, float32 ``[B, S, 4]``.
@@ -288,16 +253,16 @@ class _Forwards:
         """
         batch, length = ids.shape
         past = mask.shape[1] - length
-        step = self._chunk_size if self.keeps_cache else length
+        step = self._chunk_size if self.call.keeps_cache else length
         own = None
         if cache is None and length > step:
-            cache = own = self.new_cache(batch, length)
+            cache = own = self.call.new_cache(batch, length)
         scores: list[np.ndarray] = []
         try:
             for start in range(0, length, step):
                 part = slice(start, start + step)
                 outputs = self._run(ids[:, part], mask[:, : past + start + step], cache, targets[:, part])
-                if own is not None and not self.keeps_cache:
+                if own is not None and not self.call.keeps_cache:
                     return self.read(ids, mask, targets)
                 scores.append(self._scores(outputs, targets[:, part]))
         finally:
@@ -305,12 +270,11 @@ class _Forwards:
                 own.clear()
         return np.concatenate(scores, axis=1)
 
-    def scores_of(self, logits: np.ndarray, targets: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The scores ``[N, 4]`` of targets ``[N]``, each after a row of logits."""
-        if not self._is_last:
+    def scores_of(self, logits: Logits, targets: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The scores ``[N, 4]`` of targets ``[N]``, each after a row of logits; zeros outside the last stage."""
+        if logits.local is None:
             return np.zeros((len(targets), 4), np.float32)
-        first = 0 if self._layout.tp.size == 1 else self._model.model_shard.vocab[0]
-        return ops.token_scores(logits, targets, first, rows)
+        return ops.token_scores(logits.local, targets, logits.first_id, rows)
 
     def joined(self, scores: Sequence[np.ndarray]) -> np.ndarray:
         """Log-probabilities and the best ids, float64 ``[N, 2]``, from scores ``[n, 4]`` of several continuations.
@@ -318,78 +282,38 @@ class _Forwards:
         Raises:
             FloatingPointError: on all processes, if one is no finite number.
         """
-        parts = np.concatenate(scores)
-        if self._is_last:
-            parts = _joined_parts(self._layout.tp.all_gather(parts))
-        else:
-            parts = np.zeros((len(parts), 2), np.float32)
-        pp = self._layout.pp
-        if pp.size > 1:
-            with self._waiting():
-                parts = pp.broadcast(parts, pp.size - 1)
-        if not np.isfinite(parts[:, 0]).all():
+        parts, layout = np.concatenate(scores), self.call.layout
+        is_last = layout.pp.rank == layout.pp.size - 1
+        joined = _joined_parts(layout.tp.all_gather(parts)) if is_last else None
+        joined = from_last_stage(joined, (len(parts), 2), np.float32, layout.pp, self.call.waiting)
+        if not np.isfinite(joined[:, 0]).all():
             raise FloatingPointError("the model gave no finite log-probability for a token of a continuation")
-        return parts.astype(np.float64)
-
-    def finish(self) -> None:
-        """Lets processes that share parameters with this one come to their end."""
-        if self._lockstep is not None:
-            self._lockstep.finish()
-
-    @property
-    def _is_last(self) -> bool:
-        return bool(self._layout.pp.rank == self._layout.pp.size - 1)
+        return joined.astype(np.float64)
 
     def _run(
         self, ids: np.ndarray, mask: np.ndarray, cache: KVCache | None, targets: np.ndarray | None = None
-    ) -> Mapping[str, Any]:
+    ) -> Outputs:
         """One forward of new tokens ``[B, S]``, those before them in ``mask`` ``[B, past + S]`` being in the cache."""
-        length = ids.shape[1]
-        is_padded = bool((mask == 0).any())
-        given_mask = None
-        if self._in_place:
-            given_mask = mask if is_padded else None
-        elif is_padded or length > 1:
-            given_mask = _build_combined_mask(mask, length)
-        given: dict[str, Any] = {
-            "position_ids": _tensor(build_position_ids(mask)[:, -length:]),
-            "attention_mask": None if given_mask is None else _tensor(given_mask),
-            "past_key_values": cache if self._in_place or cache else None,
-        }
-        if targets is None:
-            given["logits_to_keep"] = 1
-        else:
+        length, kept = ids.shape[1], 1
+        if targets is not None:
             asked = np.flatnonzero((targets >= 0).any(0))
-            given |= {
-                "score_targets": _tensor(targets),
-                "logits_to_keep": length - (int(asked[0]) if len(asked) else 0),
-            }
-        if self._before_forward is not None:
-            self._before_forward()
-        if self._lockstep is not None:
-            self._lockstep.forward()
+            kept = length - (int(asked[0]) if len(asked) else 0)
         with self._stats.prefill(int(mask[:, -length:].sum())):
-            outputs = self._model(
-                _tensor(ids), **{name: value for name, value in given.items() if name in self._accepts}
-            )
-        self._stats.forwards += 1
-        if cache is not None:
-            self._stats.cache_bytes = max(self._stats.cache_bytes, cache.nbytes)
-        if isinstance(outputs, dict) and "scores" in outputs:
-            return outputs
-        logits, past_key_values = unpacked(outputs)
-        if cache is not None and not self._in_place:
-            self.keeps_cache = past_key_values is not None
-            cache.update(past_key_values or ())
-        return {"logits": logits}
+            outputs = self.call.run(ids, mask, cache, kept, targets)
+        self._stats.add_forwards(1, 0 if cache is None else cache.nbytes)
+        if cache and not self.call.keeps_cache:
+            cache.update(())  # refused: this forward's tokens would be missing in the next one
+        return outputs
 
-    def _scores(self, outputs: Mapping[str, Any], targets: np.ndarray) -> np.ndarray:
+    def _scores(self, outputs: Outputs, targets: np.ndarray) -> np.ndarray:
         """The scores ``[B, S, 4]`` of a forward; zeros where nothing is asked, and outside the last stage."""
         scores = np.zeros((*targets.shape, 4), np.float32)
-        if "scores" in outputs:
-            return scores if outputs["scores"] is None else outputs["scores"].asnumpy()
+        if outputs.scores is not None:
+            return outputs.scores.asnumpy()
+        if outputs.logits is None:
+            return scores
         rows, columns = np.nonzero(targets >= 0)
-        logits = outputs["logits"].asnumpy()
+        logits = outputs.logits.asnumpy()
         kept = columns - targets.shape[1] + logits.shape[1]
         for start in range(0, len(rows), _FOREIGN_ROWS):
             part = slice(start, start + _FOREIGN_ROWS)
@@ -410,7 +334,3 @@ def _joined_parts(parts: np.ndarray) -> np.ndarray:
     first = parts[:, :, HIGHEST].argmax(axis=0)
     best = np.take_along_axis(parts[:, :, BEST], first[None], axis=0)[0]
     return np.stack((logprobs, best), axis=1)
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    return Tensor.from_numpy(np.ascontiguousarray(array))

@@ -41,6 +41,11 @@ class GenerationStats:
     def __post_init__(self) -> None:
         self.steps = 0
 
+    def add_forwards(self, count: int, cache_bytes: int) -> None:
+        """Counts runs of the model, whose cache held up to ``cache_bytes``."""
+        self.forwards += count
+        self.cache_bytes = max(self.cache_bytes, cache_bytes)
+
     @contextmanager
     def prefill(self, tokens: int) -> Iterator[None]:
         """Counts ``tokens`` and the time inside."""

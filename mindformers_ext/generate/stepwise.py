@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,30 +20,38 @@ from mindformers_ext.generate.streamers import Streamer
 _MOST_SCORES = 2**31  # bytes that output_scores may keep
 
 
-def choose_tokens(
-    forward: BatchForward,
-    rows: Rows,
-    config: GenerationConfig,
-    stopping: Stopping,
-    stats: GenerationStats,
-    streamer: Streamer | None = None,
-    step_scores: list[np.ndarray] | None = None,
-) -> list[GeneratedRow]:
-    """Runs a batch to its end.
+@dataclass(frozen=True)
+class Loop:
+    """What a loop that chooses tokens works with, besides its batch.
 
-    Args:
-        forward: the batch, nothing of it run yet.
-        rows: its rows.
+    Attributes:
         config: options; ``num_return_sequences`` answers are sampled for each row.
         stopping: ends rows.
         stats: is added to.
         streamer: is given the tokens of each step; a finished row's are pads.
         step_scores: is appended the scores after the processors of each step, float32 ``[R, V]``; a finished row's are
             nan.
+    """
+
+    config: GenerationConfig
+    stopping: Stopping
+    stats: GenerationStats
+    streamer: Streamer | None = None
+    step_scores: list[np.ndarray] | None = None
+
+
+def choose_tokens(forward: BatchForward, rows: Rows, loop: Loop) -> list[GeneratedRow]:
+    """Runs a batch to its end.
+
+    Args:
+        forward: the batch, nothing of it run yet.
+        rows: its rows.
+        loop: the rest.
 
     Returns:
         The answers, those of one prompt after each other.
     """
+    config, stats, streamer, step_scores = loop.config, loop.stats, loop.streamer, loop.step_scores
     logits, rows = run_prompts(forward, rows, config, stats)
     choose = Choice(config, logits.vocab_size, watched=step_scores is not None)
     if step_scores is not None:
@@ -59,7 +68,7 @@ def choose_tokens(
             rows.append(chosen)
             if streamer is not None:
                 streamer.put(answers.spread(rows, chosen, config.filler))
-            verdict = stopping.check(chosen, rows.step, rows.budgets, rows.context, scores_of(step))
+            verdict = loop.stopping.check(chosen, rows.step, rows.budgets, rows.context, scores_of(step))
             running = np.flatnonzero(verdict.codes == RUNNING)
             if len(running) < len(rows):
                 answers.finish(rows, verdict)

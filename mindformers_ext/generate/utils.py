@@ -45,3 +45,11 @@ def left_pad(prompts: Sequence[Sequence[int]], filler: int = 0) -> tuple[np.ndar
         ids[row, longest - len(prompt) :] = prompt
         mask[row, longest - len(prompt) :] = 1
     return ids, mask
+
+
+def right_pad(rows: Sequence[Sequence[int]], filler: int = 0) -> np.ndarray:
+    """Returns int32 ids ``[B, longest]`` padded on the right."""
+    ids = np.full((len(rows), max(map(len, rows))), filler, np.int32)
+    for row, given in enumerate(rows):
+        ids[row, : len(given)] = given
+    return ids

@@ -85,34 +85,6 @@ class SharedState(LayerState):
         """See `LayerState.reorder`."""
         self.state.reorder(rows, int(np.searchsorted(self.slots, shared)))
 
-    def limit(self, max_length: int) -> None:
-        """See `LayerState.limit`; once rows were shifted, a process may keep more than its part."""
-        super().limit(max_length)
-        self.state.limit(max_length)
-
-    def shift(self, by: int) -> None:
-        """See `LayerState.shift`; of new pads each process keeps its part, and of lost ones it loses its own."""
-        if by < 0:
-            gone = int(np.searchsorted(self.slots, -by))
-            self.state.shift(-gone)
-            self.slots = self.slots[gone:] + by
-        else:
-            new = np.arange(self._group.rank, by, self._group.size)
-            self.state.shift(len(new))
-            self.slots = np.concatenate((new, self.slots + by))
-        self.length += by
-
-    def take_rows(self, rows: np.ndarray, source: SharedState) -> None:
-        """See `LayerState.take_rows`; tokens move to other processes, so these exchange them."""
-        origins = self.slots - self.length + source.length
-        for buffer, other in zip(self.state.buffers, source.state.buffers, strict=True):
-            batch, heads, _, dim = other.shape
-            whole = np.zeros((batch, heads, source.length, dim), np.float32)
-            whole[:, :, source.slots] = other.asnumpy()[:, :, : len(source.slots)]
-            whole = self._group.all_reduce(whole)
-            kept = np.where(origins[:, None] >= 0, whole[:, :, np.maximum(origins, 0)], np.float32(0))
-            ops.put_rows(buffer, rows, len(origins), Tensor.from_numpy(kept), 0, len(origins))
-
     def crop(self, length: int) -> None:
         """See `LayerState.crop`."""
         self.length = min(self.length, length)

@@ -104,7 +104,10 @@ def own_fields(record: Record, names: Collection[str]) -> dict[str, Any]:
 
 def own_field(row: Mapping[str, Any], name: str) -> Any:
     """Returns a field of the record that a row answers, wherever `own_fields` has put it; None if there is none."""
-    if name in ANSWER_NAMES:
-        hidden = row.get("record")
-        return hidden.get(name) if isinstance(hidden, Mapping) else None
-    return row.get(name)
+    return hidden_fields(row).get(name) if name in ANSWER_NAMES else row.get(name)
+
+
+def hidden_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the record's fields whose names are those of a row's own; see `own_fields`."""
+    hidden = row.get("record")
+    return hidden if isinstance(hidden, Mapping) else {}

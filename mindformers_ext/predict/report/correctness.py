@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindformers_ext.predict.report.excerpts import as_text, hidden_fields
-from mindformers_ext.predict.rows import ANSWER_METRICS
+from mindformers_ext.predict.report.excerpts import as_text
+from mindformers_ext.predict.rows import ANSWER_METRICS, hidden_fields
 
 # Metrics of a choice among several, see scoring.py.
 CHOICE_METRICS = ("acc", "acc_norm", "acc_bytes")

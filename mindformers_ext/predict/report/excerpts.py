@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindformers_ext.predict.rows import ANSWER_NAMES
+from mindformers_ext.predict.rows import ANSWER_NAMES, hidden_fields
 from mindformers_ext.predict.scoring import SCORE_NAMES
 from mindformers_ext.predict.summary import is_score
 
@@ -51,12 +51,6 @@ def own_fields(row: Mapping[str, Any], count: int, limit: int) -> OwnFields:
     fields = {**{name: value for name, value in row.items() if name not in names}, **hidden_fields(row)}
     shown = [(name[:limit], excerpt(value, limit)) for name, value in list(fields.items())[:count]]
     return OwnFields(shown, max(len(fields) - count, 0))
-
-
-def hidden_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the record's fields whose names are those of a row's own; see `rows.answer_row`."""
-    hidden = row.get("record")
-    return hidden if isinstance(hidden, dict) else {}
 
 
 def visible(text: str) -> str:

@@ -1,14 +1,11 @@
 """Rows of a state that become those of another one, and pads in front that come and go."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from mindspore import Tensor
 
 from mindformers_ext import ops
 from mindformers_ext.models.cache import KeyValueState
-from mindformers_ext.models.context_parallel import SharedState
 from mindformers_ext.ops import reference
 
 
@@ -71,59 +68,3 @@ def test_rows_of_a_ring_keep_the_order_of_their_tokens(end):
     assert not ring.asnumpy()[[0, 2]].any()
     ops.shift_ring(ring, 3)
     assert ops.read_ring(ring, end + 3 - size, end + 3).asnumpy()[1, :, 0].tolist() == [8, 9, 10, 11, 12]
-
-
-class Processes:
-    """Several processes in one: what each sums up is added when all of them have."""
-
-    def __init__(self, size):
-        self.sums, self.turn = {}, 0
-        self.groups = [SimpleNamespace(size=size, rank=rank, all_reduce=self._first) for rank in range(size)]
-
-    def _first(self, array):
-        self.sums.setdefault(self.turn, []).append(array)
-        self.turn += 1
-        return array
-
-    def together(self, calls):
-        """Runs the calls of all processes, first to learn what they sum, then with the sums."""
-        self.sums = {}
-        for call in calls:
-            self.turn = 0
-            call()
-        totals = {turn: sum(arrays) for turn, arrays in self.sums.items()}
-        for group, call in zip(self.groups, calls, strict=True):
-            turns = iter(range(len(totals)))
-            group.all_reduce = lambda array, turns=turns: totals[next(turns)]
-            call()
-            group.all_reduce = self._first
-
-
-@pytest.mark.parametrize("by", [-4, 0, 3])
-@pytest.mark.parametrize("length", [4, 9])
-def test_rows_of_a_sequence_that_processes_share_are_taken_by_all_of_them(by, length):
-    size, rows = 3, np.array([1])
-    processes = Processes(size)
-    whole, values = filled(2, 8, 100)
-    other, new = filled(1, length, 900)
-    shared, sources = [], []
-    for rank, group in enumerate(processes.groups):
-        for array, target in ((values, shared), (new, sources)):
-            total = array.shape[2]
-            # The first half in contiguous parts, the rest in turn, as a prefill and steps leave them.
-            half = total // 2
-            own = [s for s in range(total) if (s * size // max(half, 1) if s < half else s % size) == rank]
-            part = SharedState(KeyValueState(len(array), 1, 2, max_length=64), group)
-            part.state.update(*(Tensor(np.ascontiguousarray(sign * array[:, :, own])) for sign in (1, -1)))
-            part.slots, part.length = np.array(own, np.int64), total
-            target.append(part)
-    whole.shift(by)
-    whole.take_rows(rows, other)
-    for part in shared:
-        part.shift(by)
-    processes.together([lambda p=p, s=s: p.take_rows(rows, s) for p, s in zip(shared, sources, strict=True)])
-    assert sorted(np.concatenate([part.slots for part in shared])) == list(range(8 + by))
-    for part in shared:
-        held = part.state.key.asnumpy()[:, :, : len(part.slots)]
-        np.testing.assert_array_equal(held, whole.key.asnumpy()[:, :, part.slots])
-        assert part.length == whole.length
