@@ -241,6 +241,14 @@ def test_a_damaged_library_is_built_again(monkeypatch, tmp_path):
     assert build.load_library() is not None
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler for the C++ kernels")
+def test_other_flags_make_another_library(monkeypatch):
+    monkeypatch.setenv("CXX", "g++")
+    path = build._library_path()
+    monkeypatch.setenv("CXX", "g++ -mno-avx512f")
+    assert build._library_path() != path
+
+
 def test_a_compiler_that_makes_nothing_is_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("MINDFORMERS_EXT_KERNELS", raising=False)

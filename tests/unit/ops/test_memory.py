@@ -1,0 +1,21 @@
+import numpy as np
+import pytest
+
+from mindformers_ext.ops.memory import aligned_zeros
+
+_MEBI = 1 << 20
+
+
+@pytest.mark.parametrize(("count", "alignment"), [(0, 64), (5, 64), (_MEBI, 2 * _MEBI), (_MEBI + 1, 2 * _MEBI)])
+def test_starts_where_it_is_read_fast(count: int, alignment: int) -> None:
+    array = aligned_zeros((count, 1), np.int16)
+    assert array.shape == (count, 1)
+    assert array.dtype == np.int16
+    assert not array.any()
+    assert array.ctypes.data % alignment == 0
+
+
+def test_arrays_have_memory_of_their_own() -> None:
+    first, second = aligned_zeros((_MEBI,)), aligned_zeros((_MEBI,))
+    first[:] = 1
+    assert not second.any()
