@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
+from functools import partial
 from typing import Any
 
 from bench_generate import (  # type: ignore[import-not-found]
     SHAPE,
     add_weight_dtype,
     machine,
+    medians_in_turn,
     prompts_of,
     random_model,
 )
 
 
 def step_ms(model: Any, prompts: list[list[int]], options: argparse.Namespace, num_beams: int) -> float:
-    """Returns the milliseconds of a decode step, the median of some runs; prefill does not count."""
+    """Returns the milliseconds of a decode step; prefill does not count."""
     from mindformers_ext.generate import GenerationConfig, GenerationStats, generate_rows
 
     config = GenerationConfig(max_new_tokens=options.new_tokens, num_beams=num_beams)
-    times = []
-    for _ in range(options.runs + 1):
-        stats = GenerationStats()
-        generate_rows(model, prompts, config, stats)
-        times.append(stats.decode_seconds / (options.new_tokens - 1) * 1e3)
-    return statistics.median(times[1:])
+    stats = GenerationStats()
+    generate_rows(model, prompts, config, stats)
+    return stats.decode_seconds / (options.new_tokens - 1) * 1e3
 
 
 def main() -> None:
@@ -52,8 +50,9 @@ def main() -> None:
     results = []
     for batch in options.batch_sizes:
         for beams in options.num_beams:
-            greedy = step_ms(model, prompts_of(batch * beams, options.prompt_length, shape["vocab_size"]), options, 1)
-            beam = step_ms(model, prompts_of(batch, options.prompt_length, shape["vocab_size"]), options, beams)
+            rows = prompts_of(batch * beams, options.prompt_length, shape["vocab_size"])
+            sides = [partial(step_ms, model, rows, options, 1), partial(step_ms, model, rows[:batch], options, beams)]
+            greedy, beam = medians_in_turn(sides, options.runs)
             results.append({"batch_size": batch, "num_beams": beams, "beam_ms": beam, "greedy_ms": greedy})
             print(f"{batch:>5}  {beams:>5}  {beam:>12.1f}  {greedy:>14.1f}  {beam / greedy:>5.2f}", flush=True)
     summary = {"machine": machine(), "weight_dtype": options.weight_dtype, "runs": options.runs, "results": results}

@@ -7,11 +7,12 @@
     python scripts/bench_generate.py --startup
 
 All sides run in turn on the same shape: for every batch size and prompt length first ours in every type of weights,
-then the peer's, each after one warm-up; the median of ``--runs`` runs is reported. The last column is the time of a
-plain read of the weights, measured in the same run, beside that of a decode step. The peer may live in another
-environment, since torch is no dependency of this package. Families other than ``qwen3`` have the small shapes of
-`bench_lengths.py`. ``--profile`` prints where a decode step goes, and ``--startup`` how long a command takes to its
-first token. The last line of the output is one JSON object.
+then the peer's, each after one warm-up; the median of ``--runs`` runs is reported. The last columns say how near a
+decode step is to two limits of the machine, measured in the same run: the time of a plain read of the weights, and the
+time in which its multiply-adds could be done at most. The peer may live in another environment, since torch is no
+dependency of this package. Families other than ``qwen3`` have the small shapes of `bench_lengths.py`. ``--profile``
+prints where a decode step goes, and ``--startup`` how long a command takes to its first token. The last line of the
+output is one JSON object.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class Ours:
 
     Attributes:
         weight_bytes: bytes of weights that a decode step reads; of experts all, of which it may read fewer.
+        row_flops: floating-point operations of a row's products with them.
     """
 
     def __init__(self, family: str, weight_dtype: str) -> None:
@@ -94,6 +96,7 @@ class Ours:
         read_whole = self.shape.get("tie_word_embeddings", False)
         self.packed = [w for w in self.model.packed_weights() if w is not embedding or read_whole]
         self.weight_bytes = sum(weight.nbytes for weight in self.packed)
+        self.row_flops = 2 * sum(weight.shape[0] * weight.shape[1] for weight in self.packed)
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[float]]:
         """See `Run`."""
@@ -126,6 +129,18 @@ class Ours:
         return statistics.median(seconds)
 
 
+def flops_per_second(runs: int) -> float:
+    """Returns the floating-point operations a second that all threads reach at most, the median of ``runs``."""
+    from mindformers_ext.ops.native.packed import multiply_adds
+
+    rates = []
+    for _ in range(runs):
+        started = time.perf_counter()
+        count = multiply_adds(1 << 24)
+        rates.append(count / (time.perf_counter() - started))
+    return statistics.median(rates)
+
+
 def peer_run(shape: dict[str, Any], dtype: str) -> Run:
     """Returns the same run of transformers, with weights and arithmetic in ``float32`` or ``bfloat16``."""
     import torch
@@ -150,6 +165,12 @@ def peer_run(shape: dict[str, Any], dtype: str) -> Run:
         return prefill, steps
 
     return run
+
+
+def medians_in_turn(sides: Sequence[Callable[[], float]], runs: int) -> list[float]:
+    """Returns the median of what each side measures; they take turns, after one run each that does not count."""
+    measured = [[side() for side in sides] for _ in range(runs + 1)][1:]
+    return [statistics.median(values) for values in zip(*measured, strict=True)]
 
 
 def prompts_of(batch_size: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -247,6 +268,9 @@ def compare(family: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                     seconds = model.read_seconds(options.runs)
                     row["read_gb_per_second"] = model.weight_bytes / seconds / 1e9
                     row["share_of_memory_limit"] = seconds * 1e3 / row["decode_step_ms"]
+                    row["gflops_limit"] = flops_per_second(options.runs) / 1e9
+                    least_ms = batch_size * model.row_flops / row["gflops_limit"] / 1e6
+                    row["share_of_arithmetic_limit"] = least_ms / row["decode_step_ms"]
                 rows.append(row)
             rows += [
                 {"who": "transformers", "dtype": dtype} | peer.measure(batch_size, length)
@@ -265,7 +289,7 @@ def compare(family: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 HEADER = (
     f"{'family':<12}  {'prompt':>6}  {'batch':>5}  {'who':<12}  {'weights':<8}  {'prefill t/s':>11}  "
-    f"{'decode t/s':>10}  {'ms a step':>9}  {'GB/s':>5}  {'of a plain read':>15}"
+    f"{'decode t/s':>10}  {'ms a step':>9}  {'GB/s':>5}  {'of a plain read':>15}  {'of arithmetic':>13}"
 )
 
 
@@ -278,7 +302,7 @@ def table_line(row: dict[str, Any]) -> str:
     line += f"{row['decode_step_ms']:>9.1f}"
     if "share_of_memory_limit" in row:
         achieved = row["weight_bytes"] / row["decode_step_ms"] / 1e6
-        line += f"  {achieved:>5.1f}  {row['share_of_memory_limit']:>15.0%}"
+        line += f"  {achieved:>5.1f}  {row['share_of_memory_limit']:>15.0%}  {row['share_of_arithmetic_limit']:>13.0%}"
     return line
 
 

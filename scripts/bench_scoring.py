@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
+from functools import partial
 from typing import Any
 
 from bench_generate import (  # type: ignore[import-not-found]
     SHAPE,
     add_weight_dtype,
     machine,
+    medians_in_turn,
     prompts_of,
     random_model,
 )
 
 
-def seconds(model: Any, groups: list[Any], runs: int, share_prefix: bool) -> float:
-    """Returns the seconds that the scoring of a batch takes, the median of some runs after one that does not count."""
+def seconds(model: Any, groups: list[Any], share_prefix: bool) -> float:
+    """Returns the seconds that the scoring of a batch takes."""
     from mindformers_ext.generate import score_groups
 
-    times = []
-    for _ in range(runs + 1):
-        start = time.perf_counter()
-        score_groups(model, groups, share_prefix=share_prefix)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    started = time.perf_counter()
+    score_groups(model, groups, share_prefix=share_prefix)
+    return time.perf_counter() - started
 
 
 def main() -> None:
@@ -58,7 +56,8 @@ def main() -> None:
             [(prompt, continuations[options.choices * row + choice]) for choice in range(options.choices)]
             for row, prompt in enumerate(prompts)
         ]
-        shared, apart = (seconds(model, groups, options.runs, share) for share in (True, False))
+        sides = [partial(seconds, model, groups, share) for share in (True, False)]
+        shared, apart = medians_in_turn(sides, options.runs)
         results.append({"batch_size": batch, "shared_seconds": shared, "apart_seconds": apart})
         print(f"{batch:>5}  {shared:>9.3f}  {apart:>9.3f}  {apart / shared:>5.2f}", flush=True)
     summary = {"machine": machine(), "weight_dtype": options.weight_dtype, "runs": options.runs, "lengths": lengths}

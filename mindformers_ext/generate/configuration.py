@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,6 @@ from typing import Any, Literal
 from mindformers_ext.config.generation import UNSUPPORTED, GenerationSection, conflicts, without_effect
 from mindformers_ext.config.section import Count, yaml_fields
 from mindformers_ext.config.values import MismatchError, coerce
-from mindformers_ext.generate.noise import fresh_seed
 from mindformers_ext.runtime import logger
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -120,14 +118,6 @@ class GenerationConfig:
             texts = [f"{name} is not supported" if name in UNSUPPORTED else f"{name} is no option" for name in unknown]
             raise TypeError("; ".join(texts))
         return replace(self, **options)
-
-    def with_seed(self) -> GenerationConfig:
-        """This configuration, or where it samples without a seed a copy with a fresh one."""
-        if not self.do_sample or self.seed is not None:
-            return self
-        config = copy.copy(self)  # nothing is to be checked or warned of again
-        config.seed = fresh_seed()
-        return config
 
     def row_budget(self, prompt_length: int) -> int:
         """Most new tokens for a row whose real prompt has ``prompt_length`` tokens; 0 or less: none fits."""

@@ -126,7 +126,7 @@ class BatchForward:
         where all rows have many, these are taken away.
 
         Args:
-            other: the batch, of the same model; of no use any more after this.
+            other: the batch, with the same `call`; of no use any more after this.
             max_length: see `limit`; of the rows of both.
             remaining: see there.
         """
@@ -148,7 +148,6 @@ class BatchForward:
             assert other._cache is not None
             self._cache.take_rows(places, other._cache)
         self._live = np.append(self._live, places)
-        self.call.num_forwards += other.num_forwards
 
     def limit(self, max_length: int, remaining: int) -> None:
         """Says how far the cache may grow.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from mindformers_ext.generate.configuration import GenerationConfig
 from mindformers_ext.generate.forward import BatchForward
 from mindformers_ext.generate.lookup import DraftForward, choose_drafted_tokens, lookup_obstacle
 from mindformers_ext.generate.model_call import ModelCall, layout_of, limits_of
+from mindformers_ext.generate.noise import fresh_seed
 from mindformers_ext.generate.prefix import PrefixCache
 from mindformers_ext.generate.rows import GeneratedRow, Rows
 from mindformers_ext.generate.stats import GenerationStats
@@ -126,9 +128,7 @@ def generate_rows(
         FloatingPointError: see `generate`.
     """
     stats = GenerationStats() if stats is None else stats
-    given, config = config, config.with_seed()
-    if config is not given:
-        logger.info("seed of sampling: %d", config.seed)
+    config = with_one_seed(config, model)
     stopping = Stopping(config, decode, layout_of(model).unit.any)
     rows = Rows(prompts, range(len(prompts)) if record_ids is None else record_ids, row_budgets(prompts, config))
     check_limits(model, prompts, rows.budgets)
@@ -160,6 +160,19 @@ def generate_rows(
     finally:
         if streamer is not None:
             streamer.end()
+
+
+def with_one_seed(config: GenerationConfig, model: Any) -> GenerationConfig:
+    """Returns a configuration, or where it samples without a seed a copy with a fresh one.
+
+    All processes that hold a part of the model choose with the same one: they have to go on with the same tokens.
+    """
+    if not config.do_sample or config.seed is not None:
+        return config
+    seeded = copy.copy(config)  # nothing is to be checked or warned of again
+    seeded.seed = int(layout_of(model).unit.all_gather_object(fresh_seed())[0])
+    logger.info("seed of sampling: %d", seeded.seed)
+    return seeded
 
 
 @contextmanager

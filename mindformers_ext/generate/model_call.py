@@ -24,8 +24,9 @@ class Outputs:
     """What a model returned; nothing outside the last stage of a pipeline.
 
     Attributes:
-        logits: ``[B, S or kept, V]``, of this process' part of the vocabulary; None where there are scores.
-        scores: float32 ``[B, S, 4]`` of targets, see `GPTModel.construct`; None from a model that takes no targets.
+        logits: ``[B, S or kept, V]``, of this process' part of the vocabulary; None where there are scores instead.
+        scores: float32 ``[B, S, 4]`` of targets, see `GPTModel.construct`; None without targets, and from a model that
+            takes none.
     """
 
     logits: Tensor | None
@@ -45,7 +46,8 @@ class ModelCall:
     - ``score_targets``, where tokens are scored: see `GPTModel.construct`,
 
     and which returns logits ``[B, S, V]``, or of these positions only: alone, as the first of a tuple with
-    ``past_key_values`` the second, or in a dict under these names. A model with ``new_cache(batch_size, max_length)``
+    ``past_key_values`` the second, or in a dict under these names, which for targets that it takes holds ``scores``
+    instead of logits. A model with ``new_cache(batch_size, max_length)``
     gets a cache that it extends in place; one that returns no ``past_key_values`` is run on the whole sequence at every
     step.
 
@@ -86,7 +88,7 @@ class ModelCall:
         kept: int = 1,
         targets: np.ndarray | None = None,
     ) -> Outputs:
-        """One forward, which `cache` and `keeps_cache` are brought up to date with.
+        """One forward. `cache` then holds its tokens too; if the model returns none, `keeps_cache` becomes False.
 
         Args:
             ids: of the new tokens, int32 ``[B, S]``.
@@ -118,7 +120,7 @@ class ModelCall:
         self._lockstep.forward()
         self.num_forwards += 1
         returned = self.model(_tensor(ids), **{name: value for name, value in given.items() if name in self._accepts})
-        outputs, past_key_values = _unpacked(returned)
+        outputs, past_key_values = _unpacked(returned, targets is not None and "score_targets" in self._accepts)
         if cache is not None and not self._in_place:
             if past_key_values is None:
                 self.keeps_cache = False
@@ -165,8 +167,17 @@ def limits_of(model: Any) -> tuple[int | None, int | None]:
 
 def pads_obstacle(model: Any) -> str | None:
     """Says why rows of this model cannot have pads in front; None if they can."""
+    return _missing(model, "attention_mask", "position_ids")
+
+
+def cache_obstacle(model: Any) -> str | None:
+    """Says why nothing is remembered of what this model has read; None if it can be."""
+    return _missing(model, "past_key_values")
+
+
+def _missing(model: Any, *names: str) -> str | None:
     accepted = inspect.signature(model.construct).parameters
-    missing = [name for name in ("attention_mask", "position_ids") if name not in accepted]
+    missing = [name for name in names if name not in accepted]
     return f"{type(model).__name__}.construct takes no {' and no '.join(missing)}" if missing else None
 
 
@@ -179,11 +190,12 @@ def _lockstep_of(model: Any) -> Lockstep:
     return Lockstep(layout_of(model).groups["dp_shard"], idle)
 
 
-def _unpacked(returned: Any) -> tuple[Outputs, Any]:
+def _unpacked(returned: Any, may_have_scores: bool) -> tuple[Outputs, Any]:
     """Takes logits or scores, and past_key_values, out of what a model returned."""
     if isinstance(returned, dict):
-        logits = None if "scores" in returned else returned["logits"]
-        return Outputs(logits, returned.get("scores")), returned.get("past_key_values")
+        has_scores = may_have_scores and "scores" in returned
+        outputs = Outputs(None, returned["scores"]) if has_scores else Outputs(returned["logits"])
+        return outputs, returned.get("past_key_values")
     if isinstance(returned, tuple | list):
         return Outputs(returned[0]), returned[1] if len(returned) > 1 else None
     return Outputs(returned), None

@@ -23,6 +23,7 @@ from mindformers_ext.generate.generation import (
     evaluating,
     num_alternatives,
     row_budgets,
+    with_one_seed,
 )
 from mindformers_ext.generate.logprobs import Recorded, record_logprobs
 from mindformers_ext.generate.model_call import ModelCall, layout_of, pads_obstacle, run_idle
@@ -92,7 +93,7 @@ class RefilledBatch:
         step_check: Callable[[], Callable[[], None]] | None = None,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        config = config.with_seed()
+        config = with_one_seed(config, model)
         self._model, self._config, self._stats = model, config, stats
         self._forward: BatchForward | None = None
         self._rows: Rows | None = None
@@ -167,7 +168,7 @@ class RefilledBatch:
         rows = Rows(prompts, record_ids, row_budgets(prompts, config))
         check_limits(self._model, prompts, rows.budgets)
         forward = BatchForward(
-            ModelCall(self._model, self._before_forward),
+            ModelCall(self._model, self._before_forward) if self._forward is None else self._forward.call,
             prompts,
             _ANY_LENGTH,
             config.use_cache,

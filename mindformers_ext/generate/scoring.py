@@ -154,11 +154,13 @@ def _read_together(forwards: _Forwards, pairs: Sequence[Pair], num_rows: int) ->
 
 
 def _read_once(forwards: _Forwards, pairs: Sequence[Pair]) -> list[np.ndarray] | None:
-    """Like `_read_together`; every context runs once. None if the model keeps no cache."""
+    """Like `_read_together`; every context runs once. None if the model keeps no cache, or reads pads as tokens."""
     contexts = list(dict.fromkeys(tuple(context) for context, _ in pairs))
     row_of = {context: row for row, context in enumerate(contexts)}
     rows = np.array([row_of[tuple(context)] for context, _ in pairs])
     ids, mask = left_pad(contexts)
+    if (mask == 0).any() and pads_obstacle(forwards.call.model) is not None:
+        return None
     longest = max(len(continuation) for _, continuation in pairs)
     cache = forwards.call.new_cache(len(contexts), ids.shape[1] + longest - 1)
     if cache is None:
@@ -302,7 +304,8 @@ class _Forwards:
             outputs = self.call.run(ids, mask, cache, kept, targets)
         self._stats.add_forwards(1, 0 if cache is None else cache.nbytes)
         if cache and not self.call.keeps_cache:
-            cache.update(())  # refused: this forward's tokens would be missing in the next one
+            name = type(self.call.model).__name__
+            raise ValueError(f"{name} returned no past_key_values after it had returned some")
         return outputs
 
     def _scores(self, outputs: Outputs, targets: np.ndarray) -> np.ndarray:

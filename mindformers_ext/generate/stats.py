@@ -12,7 +12,8 @@ from dataclasses import dataclass
 class GenerationStats:
     """Time and tokens of one or more generations, prompts and answers apart; seconds.
 
-    A row's first token comes from the prefill, so ``decode_tokens`` counts those from the second on.
+    A row's first token comes from the prefill, so ``decode_tokens`` counts those from the second on. Both times
+    include what a forward waits for other processes.
 
     Of beams, each one's tokens count: they are what the model ran.
 

@@ -28,7 +28,7 @@ class Loop:
         config: options; ``num_return_sequences`` answers are sampled for each row.
         stopping: ends rows.
         stats: is added to.
-        streamer: is given the tokens of each step; a finished row's are pads.
+        streamer: is given the tokens of each step; a finished row's are pads, of drafts there is one row only.
         step_scores: is appended the scores after the processors of each step, float32 ``[R, V]``; a finished row's are
             nan.
     """

@@ -37,5 +37,6 @@ def rounded(values: np.ndarray, dtype: str, axis: int = -1) -> np.ndarray:
         scale = np.abs(values).max(axis, keepdims=True, initial=0) / np.float32(127)
         if not np.isfinite(scale).all():
             raise ValueError("it holds values that are not finite, which int8 cannot keep; give float32 or bfloat16")
-        return np.rint(values / np.where(scale > 0, scale, np.float32(1))) * scale
+        whole = np.rint(values / np.where(scale > 0, scale, np.float32(1)))
+        return np.clip(whole, -127, 127) * scale  # a subnormal scale does not keep them within
     return values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from mindformers_ext.generate import GenerationStats, Likelihood, Pair, score_groups
+from mindformers_ext.generate.model_call import cache_obstacle
 from mindformers_ext.predict import Decode, Tokenizer
 from mindformers_ext.predict.pairs import prefix_token, rolling_windows
 from mindformers_ext.runtime import logger
@@ -37,15 +37,10 @@ def shares_contexts(wanted: bool | Literal["auto"], model: Any) -> bool:
         wanted: ``predict.share_prefix``; true logs why it cannot be.
         model: of the run.
     """
-    if wanted is False or "past_key_values" in inspect.signature(model.construct).parameters:
-        return wanted is not False
-    if wanted is True:
-        logger.warning(
-            "predict.share_prefix: every prompt is computed as a whole: %s takes no past_key_values, so nothing is "
-            "remembered of a prompt",
-            type(model).__name__,
-        )
-    return False
+    obstacle = cache_obstacle(model)
+    if wanted is True and obstacle is not None:
+        logger.warning("predict.share_prefix: every prompt is computed as a whole: %s", obstacle)
+    return wanted is not False and obstacle is None
 
 
 def scoring_decode(

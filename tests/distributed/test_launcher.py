@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import JOBS, ROOT, finish_job, run_job, start_job
+from launching import JOBS, ROOT, end_job, finish_job, run_job, start_job
 
 pytestmark = pytest.mark.distributed
 
@@ -56,7 +56,11 @@ def launch_nodes(folder, program, workers_per_node):
         where.mkdir(exist_ok=True)
         place = (2 * workers_per_node, workers_per_node, "127.0.0.1", port, node)
         nodes.append(start_job(where, program, *place, "logs", "True", 120))
-    return [finish_job(node) for node in nodes]
+    try:
+        return [finish_job(node) for node in nodes]
+    finally:
+        for node in nodes:
+            end_job(node)
 
 
 def test_two_nodes_answer_with_the_yaml_of_the_documentation_as_one_process_does(tmp_path):

@@ -44,19 +44,47 @@ def test_each_type_is_measured_at_each_batch_size_beside_a_plain_read(bench, cap
     sizes = {row["dtype"]: row["weight_bytes"] for row in rows}
     assert sizes["float32"] == 2 * sizes["bfloat16"] and sizes["int8"] < sizes["bfloat16"]
     assert all(row["share_of_memory_limit"] > 0 and row["read_gb_per_second"] > 0 for row in rows)
+    assert all(row["share_of_arithmetic_limit"] > 0 and row["gflops_limit"] > 1 for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == 6
 
 
 def test_lines_fit_the_header_and_ratios_name_both_types(bench):
     row = {"family": "qwen3", "prompt_length": 64, "batch_size": 8, "who": "ours", "dtype": "int8", "weight_bytes": 2e9}
     row |= {"prefill_tokens_per_second": 200.0, "decode_tokens_per_second": 30.0, "decode_step_ms": 100.0}
-    line = bench.table_line(row | {"share_of_memory_limit": 0.75})
-    assert len(line) == len(bench.HEADER) and line.split()[-2:] == ["20.0", "75%"]
+    line = bench.table_line(row | {"share_of_memory_limit": 0.75, "share_of_arithmetic_limit": 0.5})
+    assert len(line) == len(bench.HEADER) and line.split()[-3:] == ["20.0", "75%", "50%"]
     peer = row | {"who": "transformers", "dtype": "float32", "prefill_tokens_per_second": 100.0}
     assert bench.ratio_lines([row, peer]) == [
         "    ours int8 / transformers float32 prefill x 2.00, float32 decode x 1.00"
     ]
     assert bench.ratio_lines([row]) == []
+
+
+def test_sides_take_turns_and_the_first_round_does_not_count(bench):
+    calls = []
+
+    def side(name, values):
+        return lambda: calls.append(name) or next(values)
+
+    sides = [side("a", iter([90, 1, 3, 2])), side("b", iter([80, 6, 4, 5]))]
+    assert bench.medians_in_turn(sides, 3) == [2, 5]
+    assert calls == ["a", "b"] * 4
+
+
+@needs_kernels
+def test_products_are_measured_for_each_number_of_rows_and_type(bench, monkeypatch, capsys):
+    products = importlib.import_module("bench_products")
+    arguments = ["--rows", "1", "9", "--weights", "2", "--outputs", "70", "--inputs", "30", "--runs", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench_products.py", *arguments])
+    products.main()
+    *_, table, last = capsys.readouterr().out.splitlines()
+    assert table.split()[0] == "9"
+    for rows in json.loads(last)["results"].values():
+        assert [row["rows"] for row in rows] == [1, 9]
+        assert all(row["gflops"] > 0 and row["gflops_limit"] > 0 for row in rows)
+        assert rows[1]["gflops"] / rows[0]["gflops"] == pytest.approx(
+            9 * rows[1]["gb_per_second"] / rows[0]["gb_per_second"]
+        )
 
 
 @needs_kernels

@@ -45,12 +45,11 @@ __attribute__((noinline)) void weights_of(float* scores, const float* bias, floa
   softmax(scores, bias, scale, scores, slots);
 }
 
-// out[i] [dim] = sum over the slots [begin, end) of weights[i][slot] values[slot], for M rows, slot by slot.
-template <int M>
+// out[i] [dim] = sum over the slots [begin, end) of weights[i][slot] values[slot], for M rows, slot by slot; from the
+// element `at` on, W registers at once.
+template <int M, int W = (M <= 2 ? 4 : 2) * (kLanes == 16 ? 2 : 1)>
 void mix(const float* weights, int64_t stride, const float* values, int64_t begin, int64_t end, int64_t dim,
-         float* const* out) {
-  constexpr int W = (M <= 2 ? 4 : 2) * (kLanes == 16 ? 2 : 1);
-  int64_t at = 0;
+         float* const* out, int64_t at = 0) {
   for (; at + W * kLanes <= dim; at += W * kLanes) {
     vec acc[M][W] = {};
     for (int64_t slot = begin; slot < end; ++slot) {
@@ -68,26 +67,22 @@ void mix(const float* weights, int64_t stride, const float* values, int64_t begi
       for (int v = 0; v < W; ++v) store(out[i] + at + v * kLanes, acc[i][v]);
     }
   }
-  for (; at < dim; at += kLanes) {
-    const int64_t part = std::min<int64_t>(kLanes, dim - at);
+  if constexpr (W > 1) {
+    mix<M, W / 2>(weights, stride, values, begin, end, dim, out, at);
+  } else if (at < dim) {
     for (int i = 0; i < M; ++i) {
       vec acc = {};
       for (int64_t slot = begin; slot < end; ++slot) {
-        const float* from = values + slot * dim + at;
-        const vec value = part == kLanes ? load(from) : load_part(from, part, 0);
+        const vec value = load_part(values + slot * dim + at, dim - at, 0);
         acc = multiply_add(spread(weights[i * stride + slot]), value, acc);
       }
-      if (part == kLanes) {
-        store(out[i] + at, acc);
-      } else {
-        store_part(out[i] + at, acc, part);
-      }
+      store_part(out[i] + at, acc, dim - at);
     }
   }
 }
 
-// Attention of M rows of queries [M, dim] to keys and values [slots, dim]. What a row may not see changes no bit of its
-// result, and neither do the other rows.
+// Attention of M rows of queries [M, dim] to keys and values [slots, dim]. Finite values that a row may not see change no
+// bit of its result, and neither do the other rows.
 template <int M>
 void attend(const float* query, const float* keys, const float* values, const Seen* seen, const float* const* biases,
             float scale, float* scores, int64_t slots, int64_t dim, float* const* out) {
@@ -98,8 +93,8 @@ void attend(const float* query, const float* keys, const float* values, const Se
   }
   constexpr int R = M <= 2 ? 4 : 2;
   int64_t slot = begin;
-  for (; slot + R <= end; slot += R) dot_block<M, R>(query, keys + slot * dim, nullptr, scores + slot, slots, dim);
-  for (; slot < end; ++slot) dot_block<M, 1>(query, keys + slot * dim, nullptr, scores + slot, slots, dim);
+  for (; slot + R <= end; slot += R) dot_block<M, R, true>(query, keys + slot * dim, nullptr, scores + slot, slots, dim);
+  for (; slot < end; ++slot) dot_block<M, 1, true>(query, keys + slot * dim, nullptr, scores + slot, slots, dim);
   for (int i = 0; i < M; ++i) {
     float* row = scores + i * slots;
     std::fill(row + begin, row + seen[i].begin, 0.0f);

@@ -50,6 +50,7 @@ _SIGNATURES = {
     "mfx_packed_rows": (*[_POINTER] * 2, _INT, _POINTER),
     "mfx_attention_block": (*[_POINTER] * 10, *[_INT] * 5),
     "mfx_read": (_POINTER, _INT),
+    "mfx_multiply_adds": (_INT, _FLOAT),
     "mfx_dense_layers": (_POINTER, _INT, *[_POINTER] * 8, *[_INT] * 5, _FLOAT, _FLOAT),
     "mfx_sequences_at_once": (_INT, _INT),
     "mfx_mlp": (*[_POINTER] * 5, _INT, _FLOAT),
@@ -74,7 +75,7 @@ def load_library() -> ctypes.CDLL | None:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    for name in ("mfx_panel_rows", "mfx_sequences_at_once"):
+    for name in ("mfx_panel_rows", "mfx_sequences_at_once", "mfx_read", "mfx_multiply_adds"):
         getattr(library, name).restype = _INT
     library.mfx_set_threads(num_threads())
     return library

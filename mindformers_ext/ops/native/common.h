@@ -32,6 +32,7 @@ constexpr int kLanes = 4;
 #endif
 typedef float vec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
 inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
 inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
@@ -41,6 +42,19 @@ template <class T>
 inline void fetch_ahead(const T* p, int64_t count) {
   const char* from = reinterpret_cast<const char*>(p) + 4096;
   for (int64_t at = 0; at < count * static_cast<int64_t>(sizeof(T)); at += 64) __builtin_prefetch(from + at);
+}
+
+// Asks for the 32 KiB behind those of `count` elements that are read now, at its eight pages in turn: memory serves several
+// places at a time faster than one.
+template <class T>
+inline void fetch_next_pages(const T* p, int64_t count) {
+  constexpr uintptr_t kLine = 64, kPage = 4096, kPages = 8, kBlock = kPages * kPage;
+  const uintptr_t from = reinterpret_cast<uintptr_t>(p), to = reinterpret_cast<uintptr_t>(p + count);
+  for (uintptr_t at = (from + kLine - 1) / kLine * kLine; at < to; at += kLine) {
+    const uintptr_t line = at % kBlock / kLine;
+    const uintptr_t next = at / kBlock * kBlock + kBlock + line % kPages * kPage + line / kPages * kLine;
+    __builtin_prefetch(reinterpret_cast<const void*>(next), 0, 2);
+  }
 }
 
 // One value in all lanes. Not `vec{} + value`, which is an addition, as it turns -0 into 0.
@@ -236,14 +250,15 @@ void parallel(int64_t count, int64_t cost, const Body& body, bool more_soon = fa
 }
 
 // out[i][j] = x[i] . w[j] for M rows of x and R rows of w. Sums run over k in the same order for every M and R.
-template <int M, int R>
+// kAhead: what lies behind these rows of w is read next.
+template <int M, int R, bool kAhead = false>
 inline void dot_block(const float* x, const float* w, const float* bias, float* out, int64_t n, int64_t k) {
   vec acc[M][R] = {};
   int64_t at = 0;
   for (; at + kLanes <= k; at += kLanes) {
     vec weights[R];
     for (int j = 0; j < R; ++j) {
-      fetch_ahead(w + j * k + at, kLanes);
+      if (kAhead) fetch_ahead(w + j * k + at, kLanes);
       weights[j] = load(w + j * k + at);
     }
     for (int i = 0; i < M; ++i) {
@@ -262,13 +277,13 @@ inline void dot_block(const float* x, const float* w, const float* bias, float* 
   }
 }
 
-template <int R>
+template <int R, bool kAhead = false>
 inline void dot_rows(const float* x, const float* w, const float* bias, float* out, int64_t m, int64_t n, int64_t k) {
   int64_t i = 0;
-  for (; i + 4 <= m; i += 4) dot_block<4, R>(x + i * k, w, bias, out + i * n, n, k);
-  if (m - i == 3) dot_block<3, R>(x + i * k, w, bias, out + i * n, n, k);
-  if (m - i == 2) dot_block<2, R>(x + i * k, w, bias, out + i * n, n, k);
-  if (m - i == 1) dot_block<1, R>(x + i * k, w, bias, out + i * n, n, k);
+  for (; i + 4 <= m; i += 4) dot_block<4, R, kAhead>(x + i * k, w, bias, out + i * n, n, k);
+  if (m - i == 3) dot_block<3, R, kAhead>(x + i * k, w, bias, out + i * n, n, k);
+  if (m - i == 2) dot_block<2, R, kAhead>(x + i * k, w, bias, out + i * n, n, k);
+  if (m - i == 1) dot_block<1, R, kAhead>(x + i * k, w, bias, out + i * n, n, k);
 }
 
 inline float inverse_rms(const float* x, int64_t dim, float eps) {
@@ -311,7 +326,7 @@ inline void softmax(const float* scores, const float* bias, float scale, float* 
     totals += value;
   }
   if (at < slots) {
-    const vec value = exp(load_part(out + at, slots - at, highest - 1000) - highest);
+    const vec value = exp(load_part(out + at, slots - at, -__builtin_inff()) - highest);
     store_part(out + at, value, slots - at);
     totals += value;
   }

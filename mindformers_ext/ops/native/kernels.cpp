@@ -1,6 +1,6 @@
 // float32 kernels for a CPU: the small operations of a decoder layer and products of a few rows with large weights.
 //
-// All arrays are dense and row-major. Nothing here allocates or throws.
+// All arrays are dense and row-major. Nothing here throws.
 
 #include "common.h"
 
@@ -22,8 +22,8 @@ void mfx_set_threads(int count) {
 void mfx_linear(const float* x, const float* w, const float* bias, float* out, int64_t m, int64_t n, int64_t k) {
   parallel(n, m * k, [=](int64_t begin, int64_t end) {
     int64_t j = begin;
-    for (; j + 4 <= end; j += 4) dot_rows<4>(x, w + j * k, bias ? bias + j : nullptr, out + j, m, n, k);
-    for (; j < end; ++j) dot_rows<1>(x, w + j * k, bias ? bias + j : nullptr, out + j, m, n, k);
+    for (; j + 4 <= end; j += 4) dot_rows<4, true>(x, w + j * k, bias ? bias + j : nullptr, out + j, m, n, k);
+    for (; j < end; ++j) dot_rows<1, true>(x, w + j * k, bias ? bias + j : nullptr, out + j, m, n, k);
   }, true);
 }
 

@@ -153,8 +153,8 @@ void mfx_attend_latent(const float* query, const float* latent, const float* bia
           const float* q = queries + head * width;
           float* to = scores + head * slots;
           int64_t slot = tile;
-          for (; slot + 4 <= stop; slot += 4) dot_rows<4>(q, latents + slot * width, nullptr, to + slot, part, slots, width);
-          for (; slot < stop; ++slot) dot_rows<1>(q, latents + slot * width, nullptr, to + slot, part, slots, width);
+          for (; slot + 4 <= stop; slot += 4) dot_rows<4, true>(q, latents + slot * width, nullptr, to + slot, part, slots, width);
+          for (; slot < stop; ++slot) dot_rows<1, true>(q, latents + slot * width, nullptr, to + slot, part, slots, width);
         }
       }
       for (int64_t head = 0; head < count; ++head) {
@@ -180,8 +180,8 @@ void mfx_latent_values(const float* mixed, const float* weight, float* out, int6
       const float *x = mixed + head * rows * size, *w = weight + (head * (plain + values) + plain) * size;
       float* to = out + head * values;
       int64_t j = first;
-      for (; j + 4 <= stop; j += 4) dot_rows<4>(x, w + j * size, nullptr, to + j, rows, heads * values, size);
-      for (; j < stop; ++j) dot_rows<1>(x, w + j * size, nullptr, to + j, rows, heads * values, size);
+      for (; j + 4 <= stop; j += 4) dot_rows<4, true>(x, w + j * size, nullptr, to + j, rows, heads * values, size);
+      for (; j < stop; ++j) dot_rows<1, true>(x, w + j * size, nullptr, to + j, rows, heads * values, size);
       begin += stop - first;
     }
   }, true);

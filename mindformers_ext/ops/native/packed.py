@@ -345,10 +345,15 @@ def packed_experts(
 
 
 def read_bytes(weight: PackedWeight) -> int:
-    """Reads all values of a weight, in all threads, and returns how many bytes that were: to measure memory with."""
+    """Reads the values of a weight, in all threads, and returns how many bytes that were: to measure memory with."""
     panels = weight._panels
-    _kernels().mfx_read(panels.ctypes.data, panels.nbytes)
-    return int(panels.nbytes)
+    return int(_kernels().mfx_read(panels.ctypes.data, panels.nbytes))
+
+
+def multiply_adds(rounds: int) -> int:
+    """Does independent multiply-adds of registers, in all threads, and returns how many floating-point operations that
+    were: to measure the processor with."""
+    return int(_kernels().mfx_multiply_adds(rounds, 0.5))
 
 
 def _scratch(count: int) -> int:

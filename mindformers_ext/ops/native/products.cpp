@@ -6,8 +6,6 @@ namespace {
 
 using namespace mfx;
 
-typedef uint32_t uvec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-
 // Most rows of x in one register tile, whose accumulators are two registers a row; and how many of them are read where
 // they are, while more are brought into the order in which tiles read them.
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -69,6 +67,7 @@ inline void tile(const float* x, int64_t stride, const W* w, int64_t panel_size,
     for (int r = 0; r < R; ++r) {
       const W* from = w + r * panel_size + at * kPanel;
       fetch_ahead(from, kPanel);
+      if (R == 1) fetch_next_pages(from, kPanel);
       const Pair weights = widen(from);
       for (int i = 0; i < M; ++i) {
         const vec value = spread(kPacked ? x[at * M + i] : x[i * stride + at]);
@@ -250,8 +249,10 @@ inline void narrow(float value, float, uint16_t* to) {
   const bool is_nan = (word & 0x7fffffffu) > 0x7f800000u;
   *to = is_nan ? (word >> 16) | 64 : (word + 0x7fff + ((word >> 16) & 1)) >> 16;
 }
+// A row of nothing but zeros or subnormal numbers has a scale that does not keep its values within 127.
 inline void narrow(float value, float scale, int8_t* to) {
-  *to = scale > 0 ? static_cast<int8_t>(__builtin_rintf(value / scale)) : 0;
+  const float whole = scale > 0 ? __builtin_rintf(value / scale) : 0;
+  *to = static_cast<int8_t>(std::max(-127.0f, std::min(127.0f, whole)));
 }
 
 // Largest magnitude of a row over 127; nan if a value is none or infinite.
@@ -347,29 +348,6 @@ void mfx_pack(const Matrix* w, const void* source, int32_t is_bfloat16, int64_t 
 // See product(); limit 0 for no bound. scratch [m, depth].
 void mfx_product(const Matrix* w, const float* x, float* out, int64_t m, float* scratch, float limit) {
   product(*w, x, out, m, scratch, limit > 0 ? limit : std::numeric_limits<float>::infinity());
-}
-
-// Reads `bytes` bytes, each thread at several places in turn, which is faster than one after another, and returns their bits
-// joined, which no compiler can leave out: the most that a product that has to read them could reach.
-uint32_t mfx_read(const uint32_t* from, int64_t bytes) {
-  std::atomic<uint32_t> joined{0};
-  constexpr int64_t kStreams = 8, kStep = 4 * kLanes;
-  parallel(bytes / (4 * kStep * kStreams), 4 * kStep * kStreams, [&](int64_t begin, int64_t end) {
-    uvec bits[4] = {};
-    const int64_t each = (end - begin) * kStep;
-    const uint32_t* start = from + begin * kStep * kStreams;
-    for (int64_t at = 0; at < each; at += kStep) {
-      for (int64_t stream = 0; stream < kStreams; ++stream) {
-        const uint32_t* part = start + stream * each + at;
-        for (int v = 0; v < 4; ++v) bits[v] |= *reinterpret_cast<const uvec*>(part + v * kLanes);
-      }
-    }
-    const uvec all = bits[0] | bits[1] | bits[2] | bits[3];
-    uint32_t word = 0;
-    for (int i = 0; i < kLanes; ++i) word |= all[i];
-    joined |= word;
-  }, true);
-  return joined;
 }
 
 // out [count, depth]: rows of w, widened.

@@ -39,11 +39,8 @@ inline int64_t num_panels(const Matrix& w) {
 // Columns of the product: pairs of gate and up become one.
 inline int64_t num_outputs(const Matrix& w) { return w.order == kPlain ? w.rows : w.rows / 2; }
 
-// Floats of scratch that a product of m rows needs.
-inline int64_t product_scratch(int64_t m, int64_t depth) { return m * depth; }
-
 // out [m, num_outputs] = x [m, depth] w^T * scale + bias, or silu(gate) * up of that, gates bounded from above and ups on
-// both sides; scratch as product_scratch says.
+// both sides; scratch [m, depth].
 void product(const Matrix& w, const float* x, float* out, int64_t m, float* scratch, float bound);
 
 }  // namespace mfx

@@ -21,7 +21,7 @@ inline void softmax_with_sink(float* scores, int64_t count, float sink) {
     totals += value;
   }
   if (at < count) {
-    const vec value = exp(load_part(scores + at, count - at, top - 1000) - top);
+    const vec value = exp(load_part(scores + at, count - at, -__builtin_inff()) - top);
     store_part(scores + at, value, count - at);
     totals += value;
   }

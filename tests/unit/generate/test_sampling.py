@@ -1,11 +1,13 @@
 """Sampling: the right distribution, and noise that depends on nothing but what is drawn."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from rowtools import context
 from stubs import BOS, EOS, A, B, Bigram, Sum, bigram_table
 
-from mindformers_ext.generate import GenerationConfig, generate_rows
+from mindformers_ext.generate import GenerationConfig, generate_rows, generation
 from mindformers_ext.generate.noise import fresh_seed, row_keys, uniform
 from mindformers_ext.generate.sampler import greedy_sample, sample, top_k_sample, top_p_sample
 
@@ -217,6 +219,15 @@ def test_a_seed_repeats_and_no_seed_does_not():
     assert answers(Bigram(NOISY), [[BOS]] * 5, list(range(5)), 5, eos_token_id=None, seed=12) != first
     runs = [answers(Bigram(NOISY), [[BOS]] * 5, list(range(5)), 5, eos_token_id=None, seed=None) for _ in range(3)]
     assert runs[0] != runs[1] or runs[1] != runs[2]
+
+
+def test_processes_that_hold_parts_of_a_model_choose_with_the_seed_of_the_first(monkeypatch):
+    unit = SimpleNamespace(all_gather_object=lambda seed: [77, seed])
+    monkeypatch.setattr(generation, "layout_of", lambda model: SimpleNamespace(unit=unit))
+    config = GenerationConfig(do_sample=True, max_new_tokens=2)
+    assert generation.with_one_seed(config, None).seed == 77 and config.seed is None
+    for settled in (config.updated(seed=3), config.updated(do_sample=False)):
+        assert generation.with_one_seed(settled, None) is settled
 
 
 def test_greedy_decoding_runs_the_processors():

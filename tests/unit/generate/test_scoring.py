@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from mindspore import nn, ops
+from mindspore import Tensor, nn, ops
 from stubs import Hashed
 
 from mindformers_ext.generate import GenerationStats, score_groups
@@ -55,6 +55,32 @@ class OnlyIds(nn.Cell):
         return ops.one_hot((input_ids + 1) % 5, 5) * 3.0
 
 
+class IdsAndCache(Hashed):
+    """Takes no mask and no positions: it would read pads as tokens."""
+
+    def construct(self, input_ids, past_key_values=None):
+        past = 0 if past_key_values is None else past_key_values[0][0].shape[2]
+        positions = ops.arange(past, past + input_ids.shape[1]).broadcast_to(input_ids.shape)
+        hidden = np.triu(np.ones((input_ids.shape[1], past + input_ids.shape[1]), np.float32), past + 1)
+        return super().construct(input_ids, positions, Tensor(-hidden[None, None]), past_key_values)
+
+
+class Router(Hashed):
+    """Returns more than logits."""
+
+    def construct(self, input_ids, position_ids, attention_mask=None, past_key_values=None):
+        outputs = super().construct(input_ids, position_ids, attention_mask, past_key_values)
+        return outputs | {"scores": None}
+
+
+class Forgetful(Hashed):
+    """Returns a cache once."""
+
+    def construct(self, input_ids, position_ids, attention_mask=None, past_key_values=None):
+        outputs = super().construct(input_ids, position_ids, attention_mask, past_key_values)
+        return outputs if past_key_values is None else {"logits": outputs["logits"]}
+
+
 def expected(groups):
     model = Hashed(5)
     found = []
@@ -74,9 +100,14 @@ def check(found, groups=GROUPS):
 
 @pytest.mark.parametrize("chunk_size", [512, 2, 1])
 @pytest.mark.parametrize("share_prefix", [True, False])
-@pytest.mark.parametrize("model", [Pairs, NoCache, OnlyLast])
+@pytest.mark.parametrize("model", [Pairs, NoCache, OnlyLast, IdsAndCache, Router])
 def test_every_kind_of_model_gives_the_log_softmax_of_its_logits(model, share_prefix, chunk_size):
     check(score_groups(model(5), GROUPS, share_prefix=share_prefix, chunk_size=chunk_size))
+
+
+def test_a_model_that_returns_a_cache_once_and_then_none_is_refused():
+    with pytest.raises(ValueError, match="Forgetful returned no past_key_values after it had returned some"):
+        score_groups(Forgetful(5), GROUPS)
 
 
 def test_a_greedy_continuation_is_known():

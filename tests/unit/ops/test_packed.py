@@ -11,7 +11,7 @@ from mindformers_ext.ops.moe import sort_by_expert
 pytestmark = pytest.mark.skipif(not native.available(), reason="no compiler for the C++ kernels")
 DTYPES = ["float32", "bfloat16", "int8"]
 # Rows and depths that fill panels, blocks of the depth and registers, and that do not.
-SHAPES = [(7, 5), (48, 64), (100, 37), (66, 300)]
+SHAPES = [(7, 5), (48, 64), (100, 37), (66, 300), (330, 20)]
 
 
 def normal(*shape, seed=0):

@@ -210,7 +210,7 @@ def test_a_model_without_a_cache_cannot_share_and_says_why_if_that_was_asked_for
 
     with caplog.at_level("WARNING", "mindformers_ext"):
         assert scoring.shares_contexts(wanted, NoCache()) is False
-    told = "predict.share_prefix: every prompt is computed as a whole: NoCache takes no past_key_values"
+    told = "predict.share_prefix: every prompt is computed as a whole: NoCache.construct takes no past_key_values"
     assert (told in " ".join(caplog.messages)) is (wanted is True)
 
 
