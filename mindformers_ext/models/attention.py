@@ -70,12 +70,16 @@ class SelfAttention(nn.Cell):
         qkv, proj = self.linear_qkv.packed, self.linear_proj.packed
         if qkv is None or proj is None or context.share is not None:
             return None
-        if self._block is None or self._block.qkv is not qkv or self._block.proj is not proj:
+        if self._block is None:
             rotary_dim = context.rotary()[0].shape[-1]
             self._block = ops.AttentionBlock(
                 qkv, proj, self._norms(), self.groups, self.dim, rotary_dim, self.eps, self.scale, self.gated
             )
         return self._block
+
+    def forget_packed(self) -> None:
+        """Drops what `packed_block` has made: the weights have changed."""
+        self._block = None
 
     def slots_for(self, context: ForwardContext, state: KeyValueState | None) -> tuple[int, tuple[Tensor, Tensor]]:
         """Makes room for the new tokens; returns the slot of the first, and the buffers of keys and values."""

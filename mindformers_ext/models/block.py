@@ -194,15 +194,22 @@ class TransformerBlock(nn.Cell):
 
     def _dense_stack(self, context: ForwardContext) -> ops.DenseLayers | None:
         """Returns the layers for `ops.dense_layers`; None unless all are dense, packed and on this process alone."""
-        if not self._is_dense:
+        if not self._is_dense or context.share is not None:
             return None
-        weights = [layer.packed_weights(context) for layer in self.layers]
-        if self._stack is None or [layer.packed for layer in self._stack.layers] != weights:
+        if self._stack is None:
+            weights = [layer.packed_weights(context) for layer in self.layers]
             layers = [layer.packed_layer(*taken) for layer, taken in zip(self.layers, weights, strict=True) if taken]
             if len(layers) < len(weights):
                 return None
             self._stack = ops.DenseLayers(layers, self._eps, self._clamp_value)
         return self._stack
+
+    def forget_packed(self) -> None:
+        """Drops what was made of the weights for calls of many at once: they have changed."""
+        self._stack = None
+        for layer in self.layers:
+            if isinstance(layer.self_attention, SelfAttention):
+                layer.self_attention.forget_packed()
 
     def _run_dense(
         self, stack: ops.DenseLayers, hidden: Tensor, context: ForwardContext, states: Sequence[LayerState | None]

@@ -240,6 +240,7 @@ class GPTModel(nn.Cell):
         parameter = self._parameters_by_name[name]
         if self._sharded is None and parameter.shape != array.shape:
             raise ValueError(f"{name} has shape {parameter.shape}, not {array.shape}")
+        self.decoder.forget_packed()
         held: np.ndarray | None = array
         if name in self._packable and self._weight_dtype is not None:
             try:

@@ -31,7 +31,8 @@ int64_t mfx_multiply_adds(int64_t rounds, float factor) {
   constexpr int64_t kAtOnce = 12, kPart = 1024;
   parallel(rounds / kPart, kPart * kAtOnce * kLanes, [&](int64_t begin, int64_t end) {
     const vec value = spread(factor);
-    vec acc[kAtOnce] = {};
+    vec acc[kAtOnce];
+    for (int64_t i = 0; i < kAtOnce; ++i) acc[i] = spread(static_cast<float>(i));  // equal ones would be done once
     for (int64_t round = begin * kPart; round < end * kPart; ++round) {
       for (vec& one : acc) one = multiply_add(one, value, value);
     }

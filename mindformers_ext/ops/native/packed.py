@@ -59,10 +59,13 @@ class PackedWeight:
         nbytes: bytes of values and scales.
 
     Raises:
+        TypeError: values of another type.
         ValueError: a value is not finite and int8 could not hold it.
     """
 
     def __init__(self, values: np.ndarray, dtype: str, order: str = "plain") -> None:
+        if values.dtype not in (np.float32, np.uint16):
+            raise TypeError(f"weights are float32, or uint16 for the bits of bfloat16, not {values.dtype}")
         rows, depth = values.shape
         self.shape, self.dtype, self.order = (rows, depth), dtype, order
         self._lanes = int(_kernels().mfx_panel_rows())
@@ -141,8 +144,13 @@ def product(x: Tensor, weight: PackedWeight, limit: float = 0.0) -> Tensor:
         x: float32 ``[N, depth]``.
         weight: the matrix.
         limit: see `mindformers_ext.ops.swiglu`.
+
+    Raises:
+        ValueError: x has another depth.
     """
     x = _dense(x)
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"rows of {x.shape[1]} values do not fit a weight of {weight.shape}")
     count, rows = x.shape[0], weight.shape[0]
     out = np.empty((count, rows if weight.order == "plain" else rows // 2), np.float32)
     scratch = _scratch(count * weight.shape[1])
@@ -360,6 +368,7 @@ def _scratch(count: int) -> int:
     """Returns the address of ``count`` floats, which this thread keeps for the next call."""
     kept: np.ndarray | None = getattr(_local, "scratch", None)
     if kept is None or kept.size < count:
+        kept = _local.scratch = None  # not both at a time
         kept = _local.scratch = aligned_zeros((count,))
     return int(kept.ctypes.data)
 

@@ -52,8 +52,9 @@ inline int64_t place(int64_t lane) {
 }
 
 // Adds a block of a product to acc [R][M][kPanel]: M rows of x with R panels that are `panel_size` elements apart. Rows
-// lie `stride` apart, or, packed, side by side: x [depth][M].
-template <int M, int R, bool kPacked, class W>
+// lie `stride` apart, or, packed, side by side: x [depth][M]. kOnce: no other tile
+// reads these weights, so memory is what they wait for.
+template <int M, int R, bool kPacked, bool kOnce, class W>
 inline void tile(const float* x, int64_t stride, const W* w, int64_t panel_size, int64_t depth, float* acc,
                  bool resume) {
   vec first[R][M], second[R][M];
@@ -67,7 +68,7 @@ inline void tile(const float* x, int64_t stride, const W* w, int64_t panel_size,
     for (int r = 0; r < R; ++r) {
       const W* from = w + r * panel_size + at * kPanel;
       fetch_ahead(from, kPanel);
-      if (R == 1) fetch_next_pages(from, kPanel);
+      if (kOnce && R == 1) fetch_next_pages(from, kPanel);
       const Pair weights = widen(from);
       for (int i = 0; i < M; ++i) {
         const vec value = spread(kPacked ? x[at * M + i] : x[i * stride + at]);
@@ -125,7 +126,7 @@ void stream(const Matrix& w, const float* x, float* out, int64_t begin, int64_t 
   float acc[R * M * kPanel];
   int64_t panel = begin;
   for (; panel + R <= end; panel += R) {
-    tile<M, R, false>(x, w.depth, panels + panel * size, size, w.depth, acc, false);
+    tile<M, R, false, true>(x, w.depth, panels + panel * size, size, w.depth, acc, false);
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < M; ++i) finish(w, panel + r, acc + (r * M + i) * kPanel, out + i * outputs, bound);
     }
@@ -164,11 +165,11 @@ void pack_rows(const float* x, float* packed, const Tiles& tiles, int64_t depth)
   }, true);
 }
 
-template <class W, int M = kTileRows>
+template <bool kOnce, class W, int M = kTileRows>
 inline void packed_tile(int64_t rows, const float* x, const W* w, int64_t depth, float* acc, bool resume) {
   if constexpr (M > 0) {
-    if (rows == M) return tile<M, 1, true>(x, 0, w, 0, depth, acc, resume);
-    packed_tile<W, M - 1>(rows, x, w, depth, acc, resume);
+    if (rows == M) return tile<M, 1, true, kOnce>(x, 0, w, 0, depth, acc, resume);
+    packed_tile<kOnce, W, M - 1>(rows, x, w, depth, acc, resume);
   }
 }
 
@@ -190,7 +191,12 @@ void many_rows(const Matrix& w, const float* packed, float* out, const Tiles& ti
         for (int64_t t = t0; t < t1; ++t) {
           const int64_t first = tiles.first_row(t), rows = tiles.first_row(t + 1) - first;
           const float* x = packed + first * w.depth + at * rows;
-          packed_tile(rows, x, block, part, acc + (first - base) * kPanel, at > 0);
+          float* to = acc + (first - base) * kPanel;
+          if (tiles.count == 1) {
+            packed_tile<true>(rows, x, block, part, to, false);
+          } else {
+            packed_tile<false>(rows, x, block, part, to, at > 0);
+          }
         }
       }
       for (int64_t i = base; i < tiles.first_row(t1); ++i) {

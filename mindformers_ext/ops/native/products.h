@@ -1,8 +1,8 @@
 // Products with packed weights, which the kernels share.
 //
 // A matrix w [rows, depth] lies in panels of kPanel rows, each [depth, kPanel], so that neighbouring outputs are lanes of
-// one register. Every output is one accumulator that runs over the depth in order with fused multiply-adds: how many rows
-// of x are worked off together, and in which blocks, changes no bit of it.
+// one register. Every output is one accumulator that runs over the depth in order with multiply-adds, fused where the
+// processor can: how many rows of x are worked off together, and in which blocks, changes no bit of it.
 
 #pragma once
 

@@ -124,6 +124,22 @@ def test_all_layers_in_one_call_give_the_bits_of_one_after_another(family, monke
 
 
 @needs_kernels
+@pytest.mark.parametrize("part", ["input_layernorm", "self_attention.q_layernorm", "self_attention.linear_proj"])
+@pytest.mark.parametrize("is_dense", [True, False], ids=["one-call", "layer-by-layer"])
+def test_a_weight_that_is_set_after_a_forward_counts_in_the_next(part, is_dense, monkeypatch):
+    name = f"decoder.layers.1.{part}.weight"
+    expected, cases = build("qwen3", "float32", lambda key, array: array * 2 if key == name else array)
+    model, _ = build("qwen3", "float32")
+    for one in (model, expected):
+        monkeypatch.setattr(one.decoder, "_is_dense", is_dense)
+    ids = cases[0]["input_ids"]
+    before = logits_of(model, ids)
+    model.set_weight(name, model.weight(name) * 2)
+    np.testing.assert_array_equal(logits_of(model, ids), logits_of(expected, ids))
+    assert not np.array_equal(logits_of(model, ids), before)
+
+
+@needs_kernels
 def test_without_a_cache_all_layers_use_one_pair_of_buffers_and_give_the_bits_of_a_cache(monkeypatch):
     model, cases = load("qwen3", "float32")
     ids, given = cases[0]["input_ids"], []

@@ -1,6 +1,9 @@
+import errno
+
 import numpy as np
 import pytest
 
+from mindformers_ext.ops import memory
 from mindformers_ext.ops.memory import aligned_zeros
 
 _MEBI = 1 << 20
@@ -19,3 +22,13 @@ def test_arrays_have_memory_of_their_own() -> None:
     first, second = aligned_zeros((_MEBI,)), aligned_zeros((_MEBI,))
     first[:] = 1
     assert not second.any()
+
+
+@pytest.mark.parametrize(("number", "raised"), [(errno.ENOMEM, MemoryError), (errno.EPERM, PermissionError)])
+def test_too_little_memory_is_told_from_other_mistakes(monkeypatch, number: int, raised: type) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(memory.mmap, "mmap", refuse)
+    with pytest.raises(raised):
+        aligned_zeros((_MEBI,))

@@ -120,3 +120,20 @@ def test_packed_experts_equal_plain_ones(dtype):
     assert not outputs[0][5].any() and sort_by_expert(ids.asnumpy(), 4).rows.size == 20
     with pytest.raises(TypeError, match="either both"):
         ops.experts(x, ids, factors, packed[0], plain[1])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, np.int32])
+def test_values_of_another_type_are_refused_instead_of_read_as_float32(dtype):
+    with pytest.raises(TypeError, match="weights are float32, or uint16 for the bits of bfloat16, not "):
+        ops.PackedWeight(normal(4, 3).astype(dtype), "bfloat16")
+
+
+def test_rows_that_do_not_fit_are_refused_instead_of_read_past_their_end():
+    with pytest.raises(ValueError, match=r"rows of 4 values do not fit a weight of \(6, 5\)"):
+        ops.linear(Tensor(normal(2, 4)), ops.PackedWeight(normal(6, 5), "float32"))
+
+
+def test_a_row_of_subnormal_numbers_stays_within_eight_bits():
+    weight = np.array([[1e-44, -3e-44], [1, 2]], np.float32)
+    for values in (ops.rounded(weight, "int8"), ops.PackedWeight(weight, "int8").read_rows(np.arange(2))):
+        assert np.abs(values[0]).max() < 1e-40 and values[1] == pytest.approx([1, 2], rel=0.01)
